@@ -118,9 +118,9 @@ def run(
             Exit.USAGE,
         )
     if source is None:
-        from . import engine
+        from .engine import status
 
-        source = engine.status(tree)  # type: ignore[arg-type]
+        source = status(tree)  # type: ignore[arg-type]
     result = _from_source(tree, source)
     if result is None:
         result = _from_probe(

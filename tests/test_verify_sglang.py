@@ -1,4 +1,4 @@
-"""``verify`` on real sglang, in the environments that ``scripts/setup.sh`` makes."""
+"""``verify`` on real sglang, in the environments that ``scripts/setup.py`` makes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def interpreter(version: str) -> str:
         if python.exists():
             return str(python)
     pytest.fail(
-        f"no environment with sglang {version} in {root}; make it with `scripts/setup.sh` (or set DYNSPEC_ENVS)"
+        f"no environment with sglang {version} in {root}; make it with `scripts/setup.py` (or set DYNSPEC_ENVS)"
     )
 
 

@@ -61,7 +61,9 @@ def threshold_type(text: str) -> int:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}") from None
     if value < 0:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 0 (0 = never skip speculation), got {value}")
+        raise argparse.ArgumentTypeError(
+            f"expected an integer >= 0 (0 = never skip speculation), got {value}"
+        )
     return value
 
 
@@ -84,7 +86,10 @@ _CONFLICTS: tuple[tuple[str, str], ...] = (
     ("enable_pdmux", "--enable-pdmux: it decodes on attention backends of its own"),
     ("enable_lora", "--enable-lora: LoRA's CUDA graph state is tied to the verify graphs"),
     ("lora_paths", "--lora-paths: LoRA's CUDA graph state is tied to the verify graphs"),
-    ("enable_deterministic_inference", "--enable-deterministic-inference: the two modes use different kernels"),
+    (
+        "enable_deterministic_inference",
+        "--enable-deterministic-inference: the two modes use different kernels",
+    ),
     ("enable_hisparse", "--enable-hisparse: its coordinator follows verify steps"),
 )
 
@@ -100,7 +105,9 @@ def validate_server_args(server_args: Any) -> None:
     """
     threshold = server_args.speculative_disable_batch_threshold
     if isinstance(threshold, bool) or not isinstance(threshold, int) or threshold < 0:
-        raise ValueError(f"speculative_disable_batch_threshold must be an integer >= 0 (0 = never skip), got {threshold!r}")
+        raise ValueError(
+            f"speculative_disable_batch_threshold must be an integer >= 0 (0 = never skip), got {threshold!r}"
+        )
     if threshold == 0:
         return
 
@@ -112,18 +119,29 @@ def validate_server_args(server_args: Any) -> None:
 
     algorithm = get("speculative_algorithm")
     if algorithm is None:
-        raise refuse("not_speculative", "no --speculative-algorithm is set, so there is no speculation to skip")
+        raise refuse(
+            "not_speculative", "no --speculative-algorithm is set, so there is no speculation to skip"
+        )
     if str(algorithm).upper() not in ("EAGLE", "EAGLE3"):
-        raise refuse("unsupported_worker", f"the worker of --speculative-algorithm {algorithm} has no switch (EAGLE, EAGLE3 have)")
+        raise refuse(
+            "unsupported_worker",
+            f"the worker of --speculative-algorithm {algorithm} has no switch (EAGLE, EAGLE3 have)",
+        )
     if get("enable_multi_layer_eagle"):
-        raise refuse("unsupported_worker", "the multi-layer EAGLE worker (--enable-multi-layer-eagle) has no switch")
+        raise refuse(
+            "unsupported_worker", "the multi-layer EAGLE worker (--enable-multi-layer-eagle) has no switch"
+        )
     for name, why in _CONFLICTS:
         if get(name):
             raise refuse("conflict", why)
     if (get("pp_size") or 1) > 1:
-        raise refuse("conflict", f"--pp-size {get('pp_size')}: pipeline parallelism is not supported with the switch")
+        raise refuse(
+            "conflict", f"--pp-size {get('pp_size')}: pipeline parallelism is not supported with the switch"
+        )
     if get("disaggregation_mode") not in (None, "null"):
-        raise refuse("conflict", f"--disaggregation-mode {get('disaggregation_mode')}: not supported with the switch")
+        raise refuse(
+            "conflict", f"--disaggregation-mode {get('disaggregation_mode')}: not supported with the switch"
+        )
 
     limit = get("max_running_requests")
     if limit is not None and threshold > limit:
@@ -162,7 +180,10 @@ def build(worker: Any, version: int) -> SpecSwitch | None:
         return None
     expected = {1: "EAGLEWorker", 2: "EAGLEWorkerV2"}[version]
     if type(worker).__name__ != expected:
-        raise SpecSwitchError("unsupported_worker", f"{FLAG} {threshold}: {type(worker).__name__} derives from {expected} but has no switch")
+        raise SpecSwitchError(
+            "unsupported_worker",
+            f"{FLAG} {threshold}: {type(worker).__name__} derives from {expected} but has no switch",
+        )
     runner = worker.target_worker.model_runner
     for name, what in (
         ("hybrid_gdn_config", "a hybrid linear-attention model"),
@@ -171,7 +192,9 @@ def build(worker: Any, version: int) -> SpecSwitch | None:
         ("is_hybrid_swa", "a hybrid sliding-window model"),
     ):
         if getattr(runner, name, None):
-            raise SpecSwitchError("conflict", f"{FLAG} {threshold}: the target is {what}, which the switch does not support")
+            raise SpecSwitchError(
+                "conflict", f"{FLAG} {threshold}: the target is {what}, which the switch does not support"
+            )
     limit = getattr(worker.target_worker, "max_running_requests", None)
     asked = worker.server_args.max_running_requests
     if limit is not None and threshold > limit and (asked is None or threshold <= asked):
@@ -270,7 +293,9 @@ class TargetDecode:
         batch.forward_mode = sglang.ForwardMode.DECODE
         batch.spec_info = None
         batch.capture_hidden_mode = sglang.CaptureHiddenMode.FULL
-        with _swapped((runner, "attn_backend", self.attn_backend), (runner, "graph_runner", self.graph_runner)):
+        with _swapped(
+            (runner, "attn_backend", self.attn_backend), (runner, "graph_runner", self.graph_runner)
+        ):
             forward_batch = sglang.ForwardBatch.init_new(batch, runner)
             output = runner.forward(forward_batch)
         tokens = runner.sample(output.logits_output, forward_batch)
@@ -371,7 +396,9 @@ class SpecSwitchV1(SpecSwitch):
             if len(keep) < bs:  # the scheduler expects finished rows to have left `spec_info` already
                 import torch
 
-                next_draft.filter_batch(torch.tensor(keep, dtype=torch.int64, device=tokens.device), has_been_filtered=False)
+                next_draft.filter_batch(
+                    torch.tensor(keep, dtype=torch.int64, device=tokens.device), has_been_filtered=False
+                )
             batch.spec_info = next_draft
         return sglang.GenerationBatchResult(
             logits_output=logits_output,
@@ -434,7 +461,9 @@ class SpecSwitchV1(SpecSwitch):
         draft = batch.spec_info
         with (
             self._draft_context(worker, worker.draft_model_runner),
-            _swapped((worker, "speculative_num_steps", 0), (worker, "cuda_graph_runner_for_draft_extend", None)),
+            _swapped(
+                (worker, "speculative_num_steps", 0), (worker, "cuda_graph_runner_for_draft_extend", None)
+            ),
         ):
             returned = worker.forward_draft_extend_after_decode(batch)
         return draft if returned is None else returned
@@ -451,7 +480,10 @@ class SpecSwitchV1(SpecSwitch):
             req.kv_committed_len += 1
             req.kv_allocated_len = req.kv_committed_len
             req.spec_verify_ct += 1
-            histogram = getattr(req, "update_spec_correct_drafts_histogram", None) or req.update_spec_acceptance_histogram
+            histogram = (
+                getattr(req, "update_spec_correct_drafts_histogram", None)
+                or req.update_spec_acceptance_histogram
+            )
             histogram(0)
             if logprobs is not None and req.return_logprob:
                 logprobs.append(req, i, token)
@@ -534,7 +566,9 @@ class SpecSwitchV2(SpecSwitch):
             logits_output.next_token_logprobs = logits_output.next_token_logprobs.unsqueeze(1)
         verify_done = device.Event()
         verify_done.record()
-        next_draft = sglang.EagleDraftInput(new_seq_lens=batch.seq_lens, verify_done=verify_done, **{sglang.last_token: tokens})
+        next_draft = sglang.EagleDraftInput(
+            new_seq_lens=batch.seq_lens, verify_done=verify_done, **{sglang.last_token: tokens}
+        )
         result = sglang.GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=tokens,
