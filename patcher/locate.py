@@ -108,6 +108,7 @@ def find_for_python(exe: str) -> SglangTree:
             done = subprocess.run(
                 [exe if os.sep not in exe else os.path.abspath(exe), "-c", _ASK],
                 cwd=neutral,
+                env=_environment(),
                 capture_output=True,
                 text=True,
                 timeout=_TIMEOUT_S,
@@ -123,6 +124,14 @@ def find_for_python(exe: str) -> SglangTree:
         raise _not_an_interpreter(exe, f"exit code {done.returncode}: {last}")
     answer = json.loads(line[len("DYNSPEC") :])
     return _from_locations(answer, exe)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment; relative entries of PYTHONPATH still mean the user's folder, not the neutral one."""
+    env = dict(os.environ)
+    if env.get("PYTHONPATH"):
+        env["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, env["PYTHONPATH"].split(os.pathsep)))
+    return env
 
 
 def find_for_current() -> SglangTree:
