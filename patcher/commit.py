@@ -16,7 +16,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .errors import DynspecError
@@ -100,7 +100,6 @@ def commit(
     before_state = _snapshot(state)
     done: list[Write] = []
     try:
-        _remove_leftovers(package, writes)
         if manifest is not None:
             _write_state(state, manifest, originals)
         for write in writes:
@@ -223,11 +222,19 @@ def _remove_tree(state: Path) -> None:
         _sync_directory(state.parent)
 
 
-def _remove_leftovers(package: Path, writes: Sequence[Write]) -> None:
-    """Temporary files of a run that was killed."""
-    for directory in {(package / w.path).parent for w in writes}:
-        for path in directory.glob(_TEMP_MARK + "*"):
-            path.unlink()
+def remove_leftovers(package: Path, paths: Iterable[str]) -> None:
+    """Remove temporary files that a killed run left beside the files it wrote.
+
+    Raises:
+        DynspecError: there is one and it can't be removed.
+    """
+    state = package / STATE_DIR
+    try:
+        for directory in {*((package / p).parent for p in paths), state, state / ORIGINALS_DIR}:
+            for path in directory.glob(_TEMP_MARK + "*"):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _as_error(error, package) from error
 
 
 def _drop_bytecode(path: Path) -> None:

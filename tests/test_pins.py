@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import multiprocessing
 import os
 import stat
+import threading
 import zipfile
 from pathlib import Path
 
@@ -210,6 +212,21 @@ def test_at_the_same_time(index: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         assert len(set(pool.map(_unpack, [targets] * 8, chunksize=1))) == 1
     assert leftovers() == []
+
+
+@pytest.mark.parametrize("folder", ["wheels", "trees"])
+def test_waits_for_another_process(folder: str, index: Path) -> None:
+    targets = pinned(make_wheel(index))
+    tree = pins.unpack("1.0", targets)
+    with open(pins.cache_dir() / folder / ".lock", "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done: list[Path] = []
+        other = threading.Thread(target=lambda: done.append(pins.unpack("1.0", targets)), daemon=True)
+        other.start()
+        other.join(0.5)
+        assert done == []
+    other.join(30)
+    assert done == [tree]
 
 
 @pytest.mark.parametrize("version", ["0.5.9", "0.5.12"])

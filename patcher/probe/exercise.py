@@ -532,7 +532,9 @@ class Run:
         worker = self.worker
         runner = getattr(worker, "draft_model_runner", None) or worker.draft_worker.draft_runner
         pool, table = runner.token_to_kv_pool, worker.req_to_token_pool.req_to_token
-        for req, index, length in zip(reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=False):
+        for req, index, length in zip(
+            reqs, batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), strict=False
+        ):
             wanted = self.wanted.get(req.rid)
             if wanted is None:
                 continue

@@ -151,8 +151,20 @@ class Transform(ABC):
 
 def parse(source: bytes) -> cst.Module | ParseFailed:
     """Parse bytes with whatever the parser may throw at valid and invalid code turned into a value."""
+    import ast
+    import warnings
+
     import libcst as cst
 
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # CPython's parser first: it refuses nesting on which LibCST's overflows the stack.
+            ast.parse(source)
+    except SyntaxError as error:
+        return ParseFailed(error.lineno, error.msg)
+    except (ValueError, MemoryError, RecursionError) as error:
+        return ParseFailed(None, f"{type(error).__name__}: {error}")
     try:
         return cst.parse_module(source[len(BOM) :] if source.startswith(BOM) else source)
     except cst.ParserSyntaxError as error:
@@ -196,12 +208,20 @@ def _render(block: Block, source: bytes, newline: bytes) -> bytes:
     lines = []
     for line in block.text.splitlines():
         body = line.lstrip(" ")
-        # inside brackets LibCST keeps the literal spaces; only whole levels are the file's own unit
         lines.append(unit * (block.level + (len(line) - len(body)) // 4) + body.encode() if body else b"")
     return newline.join(lines) + newline
 
 
 # ------------------------------------------------------------------- anchors
+
+
+def _reindented(text: str, unit: str) -> str:
+    """``text`` with its levels of four spaces in another unit, also inside brackets, where LibCST keeps them literally."""
+    lines = [line.lstrip(" ") for line in text.splitlines()]
+    return "".join(
+        unit * ((len(whole) - len(body)) // 4) + body + "\n"
+        for whole, body in zip(text.splitlines(), lines, strict=True)
+    )
 
 
 def statements(block: Block, module: cst.Module) -> list[cst.BaseStatement]:
@@ -211,7 +231,9 @@ def statements(block: Block, module: cst.Module) -> list[cst.BaseStatement]:
     config = module.config_for_parsing
     newline = config.default_newline
     assert isinstance(newline, str)
-    parsed = cst.parse_module(block.text.replace("\n", newline), config=config)
+    parsed = cst.parse_module(
+        _reindented(block.text, module.default_indent).replace("\n", newline), config=config
+    )
     body = []
     for i, statement in enumerate(parsed.body):
         leading = [*parsed.header, *statement.leading_lines] if i == 0 else statement.leading_lines
