@@ -12,8 +12,12 @@ def main() -> None:
 
         print(f"dynspec {__version__}")
         return
+    import gc
+
     from .cli import run
 
+    # A short-lived process that builds large syntax trees without cycles: collecting them costs a fifth of the time.
+    gc.disable()
     sys.exit(run())
 
 

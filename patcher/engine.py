@@ -116,7 +116,7 @@ def status(tree: SglangTree, targets: Targets | None = None) -> SetResult:
         outcome,
         _EXIT.get(outcome, Exit.OK),
         files,
-        _advice(outcome, tree),
+        _advice("status", outcome, tree),
         seen.notes,
     )
 
@@ -191,7 +191,7 @@ def revert(tree: SglangTree, targets: Targets | None = None) -> SetResult:
         disk.remove_leftovers(tree.package, [f.path for f in seen.found])
         plan = plan_revert(seen.found)
         state = (tree.package / STATE_DIR).is_dir()
-        if plan.outcome in (Outcome.REVERTED, Outcome.UNPATCHED) and (plan.writes or state):
+        if plan.outcome in (Outcome.REVERTED, Outcome.NOT_NEEDED) and (plan.writes or state):
             disk.commit(tree.package, plan.writes, None, {})
     return _set(tree, "revert", plan, _EXIT.get(plan.outcome, Exit.OK), ())
 
@@ -204,19 +204,22 @@ def _set(tree: SglangTree, command: str, plan: Plan, exit_code: Exit, notes: tup
         plan.outcome,
         exit_code,
         plan.files,
-        _advice(plan.outcome, tree),
+        _advice(command, plan.outcome, tree),
         notes,
     )
 
 
-def _advice(outcome: Outcome, tree: SglangTree) -> str:
+def _advice(command: str, outcome: Outcome, tree: SglangTree) -> str:
     root = tree.package
+    if command == "status" and outcome is Outcome.WOULD_APPLY:
+        return f"not patched; `dynspec patch --sglang-root {root}` would write these files"
+    if command == "revert" and outcome is Outcome.NOT_NEEDED:
+        return "nothing of dynspec's is here; nothing to revert"
     return {
         Outcome.APPLIED: "patched; ask `dynspec verify` whether the switch is active, and restart running servers",
         Outcome.ALREADY: "patched: every byte is what this dynspec writes",
         Outcome.WOULD_APPLY: "nothing is written; run `dynspec patch` without --dry-run or --check to apply",
         Outcome.REVERTED: "the original bytes are back",
-        Outcome.UNPATCHED: "not patched",
         Outcome.PARTIAL: f"some files are patched and some are not; `dynspec patch --sglang-root {root}` completes it",
         Outcome.DRIFT: "nothing is written: this sglang is not what dynspec knows; report the anchor, or use a release of `dynspec pins list`",
         Outcome.UNSUPPORTED: "nothing is written: this sglang has no such worker file; see `dynspec pins list` for what is supported",

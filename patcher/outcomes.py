@@ -21,7 +21,6 @@ class Outcome(str, Enum):
     UNSUPPORTED = "unsupported"
     PARTIAL = "partial"
     FOREIGN = "foreign"
-    UNPATCHED = "unpatched"
     ERROR = "error"
 
 

@@ -264,13 +264,13 @@ def plan_revert(found: Sequence[Found]) -> Plan:
             results.append(_result(f, Outcome.REVERTED, f.original))
             writes.append(Write(f.role, f.path, f.current, f.original))
         else:
-            results.append(_result(f, Outcome.UNPATCHED, f.current))
+            results.append(_result(f, Outcome.NOT_NEEDED, f.current, f.detail or "not patched"))
     if blocked is not None:
         return Plan(
             blocked, tuple(r if r.outcome is Outcome.FOREIGN else _kept(r) for r in results), (), None, {}
         )
     writes.sort(key=lambda w: WRITE_ORDER.index(w.role), reverse=True)
-    return Plan(Outcome.REVERTED if writes else Outcome.UNPATCHED, tuple(results), tuple(writes), None, {})
+    return Plan(Outcome.REVERTED if writes else Outcome.NOT_NEEDED, tuple(results), tuple(writes), None, {})
 
 
 def _kept(result: FileResult) -> FileResult:
@@ -282,7 +282,7 @@ def _kept(result: FileResult) -> FileResult:
 
 
 _STATUS = {
-    State.PRISTINE: Outcome.UNPATCHED,
+    State.PRISTINE: Outcome.WOULD_APPLY,
     State.OURS: Outcome.ALREADY,
     State.OUTDATED: Outcome.FOREIGN,
     State.NOT_NEEDED: Outcome.NOT_NEEDED,
@@ -314,8 +314,8 @@ def summarize(found: Sequence[Found]) -> tuple[Outcome, tuple[FileResult, ...]]:
         return Outcome.FOREIGN, results
     if not outcomes:
         return Outcome.NOT_NEEDED, results
-    if outcomes == {Outcome.UNPATCHED}:
-        return Outcome.UNPATCHED, results
+    if outcomes == {Outcome.WOULD_APPLY}:
+        return Outcome.WOULD_APPLY, results
     if outcomes == {Outcome.ALREADY} and switch is Outcome.ALREADY:
         return Outcome.ALREADY, results
     return Outcome.PARTIAL, results

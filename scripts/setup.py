@@ -72,7 +72,9 @@ def read_list(name: str) -> list[str]:
     path = LISTS / f"{name}.txt"
     if not path.is_file():
         known = sorted(p.stem for p in LISTS.glob("[0-9]*.txt"))
-        raise SetupError(f"no requirement list for sglang {name} ({path}). There are lists for: {', '.join(known)}.")
+        raise SetupError(
+            f"no requirement list for sglang {name} ({path}). There are lists for: {', '.join(known)}."
+        )
     lines = (line.split("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line]
 
@@ -174,7 +176,9 @@ def locked(name: str) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.open("w")
     except OSError as error:
-        raise SetupError(f"cannot write in the cache: {error}. Set DYNSPEC_CACHE to a folder that can be written.") from error
+        raise SetupError(
+            f"cannot write in the cache: {error}. Set DYNSPEC_CACHE to a folder that can be written."
+        ) from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,7 +200,9 @@ def stamped(env: Path, digest: str) -> bool:
 
 
 def digest_of(*parts: str) -> str:
-    return hashlib.sha256("\n".join((SCHEME, sys.platform, os.uname().machine, *parts)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join((SCHEME, sys.platform, os.uname().machine, *parts)).encode()).hexdigest()[
+        :16
+    ]
 
 
 def remove(path: Path) -> None:
@@ -229,7 +235,9 @@ def sglang_base_python() -> str:
         version = python_version(exe)
         if version == SGLANG_PYTHON:
             return exe
-        seen.append(f"{exe} ({'.'.join(map(str, version)) if version else 'absent, or without venv and ensurepip'})")
+        seen.append(
+            f"{exe} ({'.'.join(map(str, version)) if version else 'absent, or without venv and ensurepip'})"
+        )
     raise SetupError(
         "no CPython 3.11 with venv was found. Tried: " + "; ".join(seen) + ".\n"
         "  Install it (Debian: apt-get install python3.11 python3.11-venv) or set DYNSPEC_PYTHON to one."
@@ -280,7 +288,9 @@ def new_venv(env: Path, below: Sequence[Path]) -> None:
     """An empty environment without pip that also sees the packages of the layers ``below`` (nearest first)."""
     remove(env)
     env.parent.mkdir(parents=True, exist_ok=True)
-    run = subprocess.run([sglang_base_python(), "-m", "venv", "--without-pip", str(env)], capture_output=True, text=True)
+    run = subprocess.run(
+        [sglang_base_python(), "-m", "venv", "--without-pip", str(env)], capture_output=True, text=True
+    )
     if run.returncode:
         raise SetupError(f"cannot create {env}: {(run.stderr or run.stdout).strip()}")
     if below:
@@ -301,7 +311,9 @@ def install(label: str, env: Path, tool: Path, arguments: Sequence[str], log: Pa
     run_step(f"{label}: bytecode", compiled, log.with_suffix(".bytecode.log"), may_fail=True)
 
 
-def ensure_layer(name: str, arguments: Sequence[str], wanted: Sequence[str], below: Sequence[Path], tool: Path) -> Path:
+def ensure_layer(
+    name: str, arguments: Sequence[str], wanted: Sequence[str], below: Sequence[Path], tool: Path
+) -> Path:
     """The layer NAME with the packages ``wanted``, built if it is not there. Returns its folder."""
     digest = digest_of(*wanted, *(layer.name for layer in below))
     env = cache_dir() / "layers" / f"{name}-{digest}"
@@ -328,7 +340,9 @@ def ensure_layers(version: str, tool: Path) -> list[Path]:
         [],
         tool,
     )
-    common = ensure_layer("common", ["--no-deps", "-r", str(LISTS / "common.txt")], common_list, [torch], tool)
+    common = ensure_layer(
+        "common", ["--no-deps", "-r", str(LISTS / "common.txt")], common_list, [torch], tool
+    )
     deps = ensure_layer(
         f"{version}-deps", ["--no-deps", "-r", str(LISTS / f"{version}.txt")], own, [common, torch], tool
     )
@@ -341,7 +355,9 @@ def fetch_wheel(version: str, tool: Path) -> Path:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=REPO)
     path = Path(done.stdout.strip())
     if done.returncode or not path.is_file():
-        raise SetupError(f"the wheel of sglang {version} could not be fetched: {' '.join(command)} (see above).")
+        raise SetupError(
+            f"the wheel of sglang {version} could not be fetched: {' '.join(command)} (see above)."
+        )
     return path
 
 
@@ -399,9 +415,13 @@ def ensure_env(version: str, tool: Path, at: Path | None) -> Path:
             changed = changed_files(env)
             if not changed:
                 return python
-            say(f"{env}: {len(changed)} file(s) of sglang differ from the wheel ({changed[0]}, ...); laying it anew")
+            say(
+                f"{env}: {len(changed)} file(s) of sglang differ from the wheel ({changed[0]}, ...); laying it anew"
+            )
         elif env.exists() and any(env.iterdir()) and not (env / "pyvenv.cfg").is_file():
-            raise SetupError(f"{env} is there and is no virtual environment; remove it or name another folder.")
+            raise SetupError(
+                f"{env} is there and is no virtual environment; remove it or name another folder."
+            )
         wheel = fetch_wheel(version, tool)
         new_venv(env, layers)
         log = cache_dir() / "logs" / f"env-{version}.log"
@@ -421,7 +441,9 @@ def ensure_env(version: str, tool: Path, at: Path | None) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("tool", help="the project's own environment")
     env = commands.add_parser("env", help="environments with a real sglang")

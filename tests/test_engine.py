@@ -81,7 +81,7 @@ def test_patch_twice_then_revert(version: str, release_tree: Release) -> None:
     assert snapshot(site) == before
     assert not (site / "sglang" / STATE_DIR).exists()
     again = dynspec("revert", "--sglang-root", str(site), "--json")
-    assert (again.returncode, json.loads(again.stdout)["outcome"]) == (0, "unpatched")
+    assert (again.returncode, json.loads(again.stdout)["outcome"]) == (0, "not_needed")
 
 
 @pytest.mark.parametrize("variant", ["crlf", "bom"])
@@ -109,7 +109,7 @@ def test_line_ends_and_bom_survive(version: str, variant: str, release_tree: Rel
 
 def test_status_and_partial(release_tree: Release) -> None:
     site = release_tree("0.5.9")
-    assert engine.status(tree_of(site)).outcome is Outcome.UNPATCHED
+    assert engine.status(tree_of(site)).outcome is Outcome.WOULD_APPLY
     done = engine.patch(tree_of(site), only=["server_args", "eagle_worker_v2"]).result
     assert (done.outcome, done.exit_code) == (Outcome.APPLIED, Exit.OK)
     partial = engine.status(tree_of(site))
@@ -117,7 +117,7 @@ def test_status_and_partial(release_tree: Release) -> None:
     assert partial.exit_code is Exit.NOT_AS_ASKED
     assert outcomes(partial) == {
         "server_args": "already",
-        "eagle_worker": "unpatched",
+        "eagle_worker": "would_apply",
         "eagle_worker_v2": "already",
         "spec_switch": "already",
     }
@@ -154,7 +154,7 @@ def test_export_gives_the_same_bytes(tool: str, release_tree: Release, tmp_path:
     shutil.copytree(site, other)
     file = tmp_path / "dynspec.patch"
     assert dynspec("patch", "--sglang-root", str(site), "--export", str(file)).returncode == 0
-    assert engine.status(tree_of(site)).outcome is Outcome.UNPATCHED
+    assert engine.status(tree_of(site)).outcome is Outcome.WOULD_APPLY
     command = ["git", "apply", str(file)] if tool == "git" else ["patch", "-s", "-p1", "-i", str(file)]
     subprocess.run(
         command, cwd=other, check=True, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
@@ -165,7 +165,7 @@ def test_export_gives_the_same_bytes(tool: str, release_tree: Release, tmp_path:
     # no manifest there: `already` and `revert` rest on the bytes alone
     assert engine.status(tree_of(other)).outcome is Outcome.ALREADY
     assert engine.revert(tree_of(other)).outcome is Outcome.REVERTED
-    assert engine.status(tree_of(other)).outcome is Outcome.UNPATCHED
+    assert engine.status(tree_of(other)).outcome is Outcome.WOULD_APPLY
 
 
 def edit(site: Path, role: str, change: Callable[[str], str]) -> None:
@@ -381,7 +381,7 @@ def test_each_failing_system_call_rolls_back(
                 engine.revert(tree) if command == "patch" else engine.patch(tree)
                 assert snapshot(site) == before
     assert tried >= 3
-    assert engine.status(tree).outcome is (Outcome.ALREADY if command == "patch" else Outcome.UNPATCHED)
+    assert engine.status(tree).outcome is (Outcome.ALREADY if command == "patch" else Outcome.WOULD_APPLY)
 
 
 def test_an_interrupt_rolls_back(release_tree: Release, remembered: None) -> None:

@@ -84,9 +84,11 @@ def answering(**changes: Any) -> str:
 @pytest.mark.parametrize(
     "files",
     [
-        source(server_args=Outcome.UNPATCHED, eagle_worker=Outcome.UNPATCHED, spec_switch=Outcome.UNPATCHED),
-        source(server_args=Outcome.UNPATCHED, eagle_worker=Outcome.DRIFT, spec_switch=Outcome.ALREADY),
-        source(server_args=Outcome.NOT_NEEDED, eagle_worker=Outcome.UNPATCHED),
+        source(
+            server_args=Outcome.WOULD_APPLY, eagle_worker=Outcome.WOULD_APPLY, spec_switch=Outcome.WOULD_APPLY
+        ),
+        source(server_args=Outcome.WOULD_APPLY, eagle_worker=Outcome.DRIFT, spec_switch=Outcome.ALREADY),
+        source(server_args=Outcome.NOT_NEEDED, eagle_worker=Outcome.WOULD_APPLY),
     ],
 )
 def test_unpatched_is_said_without_an_interpreter(tmp_path: Path, files: SetResult) -> None:
