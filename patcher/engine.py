@@ -72,7 +72,9 @@ def _see(tree: SglangTree, targets: Targets | None) -> _Seen:
             str(error.filename),
             "run as a user who may read them",
         ) from error
-    found = inspect(files, switch_source(), manifest, originals)
+    # What a patch of another sglang left behind says nothing of this one.
+    bound = manifest if manifest is not None and manifest.sglang_version == tree.version else None
+    found = inspect(files, switch_source(), bound, originals if bound else {})
     notes = []
     if tree.version is not None and tree.version not in targets.releases:
         notes.append(f"sglang {tree.version} is not a release of targets.toml; its content decides")

@@ -141,6 +141,10 @@ def _inspect_file(
     if stripped is not None:
         again = transform.apply(stripped)
         if isinstance(again, Edited) and again.new == current:
+            entry = manifest.entry(role) if manifest else None
+            if entry is not None and entry.after_sha256 != sha256(current):
+                detail = "changed by somebody else after dynspec wrote it, outside dynspec's own lines"
+                return Found(role, path, State.FOREIGN, current, stripped, None, detail)
             return Found(role, path, State.OURS, current, stripped, current)
     if not transform.traces(current):
         result = transform.apply(current)

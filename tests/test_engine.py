@@ -229,13 +229,10 @@ def test_a_foreign_edit_after_ours_is_kept(where: str, release_tree: Release) ->
         )
     before = snapshot(site)
     found = engine.status(tree_of(site))
-    if where == "outside":  # our lines are all there; the rest is the user's own file, as before us
-        assert outcomes(found)["eagle_worker"] in {"already", "foreign"}
-    else:
-        assert (found.outcome, outcomes(found)["eagle_worker"]) == (Outcome.FOREIGN, "foreign")
-        for command in ("patch", "revert"):
-            run = dynspec(command, "--sglang-root", str(site), "--json")
-            assert (run.returncode, json.loads(run.stdout)["outcome"]) == (3, "foreign")
+    assert (found.outcome, outcomes(found)["eagle_worker"]) == (Outcome.FOREIGN, "foreign")
+    for command in ("patch", "revert"):
+        run = dynspec(command, "--sglang-root", str(site), "--json")
+        assert (run.returncode, json.loads(run.stdout)["outcome"]) == (3, "foreign")
     assert snapshot(site) == before
 
 
