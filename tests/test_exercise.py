@@ -113,8 +113,8 @@ SABOTAGES = [
     ("draft state not kept", EXTEND_V2, undone_kv(EXTEND_V2, "draft_worker.draft_runner.token_to_kv_pool"), "not kept in step", (V2,)),
     ("output dropped", "req.output_ids.append(token)", "self.skipped_steps == 3 or req.output_ids.append(token)", "advanced by", (V1,)),
     ("output wrong", "next_token_ids=tokens,\n            can_run_cuda_graph=graph,\n            next_draft_input", "next_token_ids=tokens if self.skipped_steps != 3 else tokens * 0,\n            can_run_cuda_graph=graph,\n            next_draft_input", "differs from the run without speculation", (V2,)),
-    ("slot lost", ALLOCATE, f"{ALLOCATE}; worker = self.worker; {LEAK}", "slots were lost", (V1,)),
-    ("slot lost", "worker = self.worker\n        bs = len(batch.seq_lens)\n        before", f"worker = self.worker; {LEAK}\n        bs = len(batch.seq_lens)\n        before", "slots were lost", (V2,)),
+    ("slot lost", ALLOCATE, f"{ALLOCATE}; worker = self.worker; {LEAK}", "memory leak detected", (V1,)),
+    ("slot lost", "worker = self.worker\n        bs = len(batch.seq_lens)\n        before", f"worker = self.worker; {LEAK}\n        bs = len(batch.seq_lens)\n        before", "memory leak detected", (V2,)),
 ]  # fmt: skip
 
 
