@@ -80,12 +80,14 @@ def run() -> int:
     """Parse ``sys.argv``, run the command, return the exit code."""
     try:
         app()
+        code = 0
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else (0 if ended.code is None else 1)
+        code = ended.code if isinstance(ended.code, int) else (0 if ended.code is None else 1)
     except KeyboardInterrupt:
-        print("interrupted; nothing is left half done", file=sys.stderr)
-        return Exit.INTERRUPTED
-    return 0
+        code = Exit.INTERRUPTED
+    if code == Exit.INTERRUPTED:  # typer makes an exit of an interrupt, without a word
+        _say("interrupted; nothing is left half done")
+    return code
 
 
 def _say(text: str) -> None:
@@ -105,23 +107,31 @@ def _guard(command: str, as_json: bool, work: Callable[[], T]) -> T:
             f"dynspec {command}: expected {error.expected}\n  found: {error.found}\n  where: {error.where}\n  next:  {error.next_step}"
         )
         if as_json:
-            value = {
-                "dynspec": __version__,
-                "command": command,
-                "root": None,
-                "sglang_version": None,
-                "outcome": "error",
-            }
-            _print_json({**value, "exit_code": int(error.exit_code), "files": [], "detail": str(error)})
+            _print_json(_error_json(command, error.exit_code, str(error)))
         _leave(error.exit_code)
+    except KeyboardInterrupt:
+        if as_json:
+            _print_json(_error_json(command, Exit.INTERRUPTED, "interrupted; nothing is left half done"))
+        raise
+
+
+def _error_json(command: str, code: Exit, detail: str) -> dict[str, Any]:
+    """The command's own keys, empty: nothing is known of the tree."""
+    value: dict[str, Any] = {"dynspec": __version__}
+    if command == "verify":
+        value |= {"root": None, "sglang_version": None, "verdict": None, "level": None, "selected": None}
+        value |= {"threshold": None, "marker": None, "attribute": None, "stand_ins": []}
+    elif command.startswith("pins"):
+        value |= {"command": command, "outcome": "error"}
+    else:
+        value |= {"command": command, "root": None, "sglang_version": None, "outcome": "error", "files": []}
+    return value | {"detail": detail, "exit_code": int(code)}
 
 
 def _tree(root: Path | None, python: str | None) -> SglangTree:
     from . import locate
 
-    if root is not None:
-        return locate.find_root(root)
-    return locate.find_for_python(python) if python is not None else locate.find_for_current()
+    return locate.find(root, python)
 
 
 def _targets(path: Path | None) -> Targets:
@@ -179,8 +189,10 @@ def _paint(outcome: Outcome, text: str, stream: Any) -> str:
 
 def _report(result: SetResult, as_json: bool, diff_shown: bool = False) -> NoReturn:
     """A line a file, a summary, then the exit. With --json (or a diff on stdout) the text goes to stderr."""
+    from .locate import shown
+
     stream = sys.stderr if as_json or diff_shown else sys.stdout
-    lines = [f"sglang {result.sglang_version or '(version unknown)'} at {result.root}"]
+    lines = [f"sglang {shown(result.sglang_version)} at {result.root}"]
     for f in result.files:
         lines.append(
             f"  {_paint(f.outcome, f.outcome.value.ljust(11), stream)} {f.path}"
@@ -252,9 +264,11 @@ def patch(
         done = engine.patch(
             tree, only=only or (), dry_run=preview, check=check, want_diff=preview, targets=_targets(targets)
         )
-        if export is not None and done.result.exit_code is not Exit.DRIFT:
+        if export is not None and done.diff:
             engine.export(done.diff, export)
             _say(f"wrote {export}")
+        elif export is not None:
+            _say(f"{export} is not written: there is nothing to export")
         shown = dry_run and bool(done.diff) and not as_json
         if shown:
             sys.stdout.flush()
@@ -327,7 +341,7 @@ def verify(
         from . import engine, verify
         from .outcomes import Level
 
-        tree = _tree(sglang_root, python)
+        tree = _tree(sglang_root, None if sglang_root is not None else python)
         serving = python or tree.python or sys.executable
         source = engine.status(tree, _targets(targets))
         with verify.progress_on_stderr() as progress:

@@ -36,11 +36,24 @@ def locked(package: Path) -> Iterator[None]:
         DynspecError: another dynspec holds it for longer than ten seconds.
     """
     key = hashlib.sha256(os.fsencode(os.path.realpath(package))).hexdigest()[:24]
-    path = Path(tempfile.gettempdir()) / f"dynspec-{key}.lock"
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except PermissionError:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        path = Path(tempfile.gettempdir()) / f"dynspec-{key}.lock"
+    except OSError as error:
+        raise DynspecError(
+            "a temporary folder that can be written", str(error), "TMPDIR", "make room, or set TMPDIR"
+        ) from error
+    try:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except PermissionError:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise DynspecError(
+            "a lock file that can be opened",
+            error.strerror or str(error),
+            str(path),
+            "remove what stands in its place, or set TMPDIR to a folder that can be written",
+        ) from error
     try:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:
@@ -66,6 +79,14 @@ def read_file(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except FileNotFoundError:
+        return None
+
+
+def link_target(path: Path) -> str | None:
+    """Where a symbolic link leads, as it is written there; None for anything else."""
+    try:
+        return os.readlink(path)
+    except OSError:
         return None
 
 
@@ -128,8 +149,24 @@ def _carry_out(package: Path, write: Write) -> None:
         path.unlink()
         _sync_directory(path.parent)
     else:
-        replace(path, write.new)
+        _put(path, write.new, write.new_link)
     _drop_bytecode(path)
+
+
+def _put(path: Path, data: bytes, link: str | None) -> None:
+    """The bytes, as the symbolic link that they were found behind where that still leads to them, else as a file."""
+    if link is not None and read_file(path.parent / link) == data:
+        temporary = path.parent / f"{_TEMP_MARK}{os.getpid()}-{path.name}"
+        os.symlink(link, temporary)
+        try:
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync_directory(path.parent)
+    else:
+        replace(path, data)
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -193,7 +230,7 @@ def _roll_back(
                 if write.old is None:
                     path.unlink()
                 else:
-                    replace(path, write.old)
+                    _put(path, write.old, write.old_link)
                 _drop_bytecode(path)
     with contextlib.suppress(OSError):
         _restore_snapshot(state, before_state)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from . import commit as disk
 from .errors import DynspecError
-from .locate import SglangTree
+from .locate import SglangTree, shown
 from .manifest import STATE_DIR, Manifest
 from .outcomes import Exit, FileResult, Outcome, SetResult
 from .plan import (
@@ -19,6 +19,7 @@ from .plan import (
     SWITCH_ROLE,
     Found,
     Plan,
+    State,
     inspect,
     plan_patch,
     plan_revert,
@@ -73,20 +74,21 @@ def _see(tree: SglangTree, targets: Targets | None) -> _Seen:
             "run as a user who may read them",
         ) from error
     # What a patch of another sglang left behind says nothing of this one.
-    bound = manifest if manifest is not None and manifest.sglang_version == tree.version else None
-    found = inspect(files, switch_source(), bound, originals if bound else {})
+    bound = manifest
+    if manifest is not None and manifest.sglang_version != tree.version:
+        # The module that was added is not sglang's, and no reinstallation of sglang takes it away.
+        bound = replace(manifest, entries=tuple(e for e in manifest.entries if e.role == SWITCH_ROLE))
+    links = {role: disk.link_target(tree.package / path) for role, (path, _) in files.items()}
+    found = inspect(files, switch_source(), bound, originals, {r: t for r, t in links.items() if t})
     notes = []
     if tree.version is not None and tree.version not in targets.releases:
-        notes.append(f"sglang {tree.version} is not a release of targets.toml; its content decides")
+        notes.append(f"sglang {shown(tree.version)} is not a pinned release; its content decides")
     if manifest is not None and manifest.sglang_version != tree.version:
         notes.append(
-            f"{STATE_DIR} was left by a patch of sglang {manifest.sglang_version}; this is {tree.version}"
+            f"{STATE_DIR} was left by a patch of sglang {shown(manifest.sglang_version)}; this is {shown(tree.version)}"
         )
-    pristine = all(
-        f.state.value in ("pristine", "missing", "drift", "not_needed")
-        for f in found
-        if f.role != SWITCH_ROLE
-    )
+    untouched = (State.PRISTINE, State.MISSING, State.DRIFT, State.NOT_NEEDED)
+    pristine = all(f.state in untouched for f in found if f.role != SWITCH_ROLE)
     if pristine and (
         manifest is not None or any(f.role == SWITCH_ROLE and f.current is not None for f in found)
     ):
@@ -95,10 +97,11 @@ def _see(tree: SglangTree, targets: Targets | None) -> _Seen:
         )
     for f in found:
         file = tree.package / f.path
-        if f.current is not None and f.state.value == "pristine":
-            if file.is_symlink():
+        if f.current is not None and f.state is State.PRISTINE:
+            if f.link is not None:
                 notes.append(
-                    f"{f.path} is a symbolic link to {os.path.realpath(file)}; patching puts a file in its place"
+                    f"{f.path} is a symbolic link to {os.path.realpath(file)}; patching puts a file in its place, "
+                    "reverting puts the link back"
                 )
             elif file.stat().st_nlink > 1:
                 notes.append(
@@ -118,9 +121,16 @@ def status(tree: SglangTree, targets: Targets | None = None) -> SetResult:
         outcome,
         _EXIT.get(outcome, Exit.OK),
         files,
-        _advice("status", outcome, tree),
+        _status_advice(seen.found, outcome, tree),
         seen.notes,
     )
+
+
+def _status_advice(found: Sequence[Found], outcome: Outcome, tree: SglangTree) -> str:
+    states = {f.state for f in found}
+    if outcome is Outcome.FOREIGN and State.FOREIGN not in states:
+        return f"patched by another dynspec version; `dynspec patch --sglang-root {tree.package}` renews it"
+    return _advice("status", outcome, tree)
 
 
 def patch(
@@ -250,7 +260,9 @@ def _lines(data: bytes | None) -> list[str]:
     """Lines with their own ends; bytes survive the round trip through surrogates."""
     if not data:
         return []
-    return [line.decode("utf-8", "surrogateescape") for line in data.splitlines(keepends=True)]
+    lines = [line + b"\n" for line in data.split(b"\n")]  # on nothing else: git and patch do the same
+    lines[-1] = lines[-1][:-1]
+    return [line.decode("utf-8", "surrogateescape") for line in lines if line]
 
 
 def export(text: str, path: Path) -> None:

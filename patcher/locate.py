@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,46 @@ class SglangTree:
     version: str | None
     how: str
     python: str | None = None
+
+
+_PEP440 = re.compile(
+    r"v?(?:(?P<epoch>\d+)!)?(?P<release>\d+(?:\.\d+)*)"
+    r"(?:[-_.]?(?P<pre>alpha|a|beta|b|preview|pre|c|rc)[-_.]?(?P<pre_n>\d*))?"
+    r"(?:-(?P<post_bare>\d+)|[-_.]?(?P<post>post|rev|r)[-_.]?(?P<post_n>\d*))?"
+    r"(?:[-_.]?(?P<dev>dev)[-_.]?(?P<dev_n>\d*))?"
+    r"(?:\+(?P<local>[a-z0-9]+(?:[-_.][a-z0-9]+)*))?"
+)
+_PRE = {"alpha": "a", "beta": "b", "c": "rc", "pre": "rc", "preview": "rc"}
+
+
+def normalized(version: str) -> str | None:
+    """A version as PEP 440 normalises it; None for what is no version."""
+    match = _PEP440.fullmatch(version.strip().lower())
+    if match is None:
+        return None
+    part = match.groupdict()
+    text = f"{int(part['epoch'])}!" if part["epoch"] and int(part["epoch"]) else ""
+    text += ".".join(str(int(n)) for n in part["release"].split("."))
+    if part["pre"]:
+        text += _PRE.get(part["pre"], part["pre"]) + str(int(part["pre_n"] or 0))
+    if part["post"] or part["post_bare"]:
+        text += f".post{int(part['post_n'] or part['post_bare'] or 0)}"
+    if part["dev"]:
+        text += f".dev{int(part['dev_n'] or 0)}"
+    if part["local"]:
+        numbers = (str(int(n)) if n.isdigit() else n for n in re.split("[-_.]", part["local"]))
+        text += "+" + ".".join(numbers)
+    return text
+
+
+def shown(version: str | None) -> str:
+    """A version for people: raw, and normalised where that differs."""
+    if version is None:
+        return "(version unknown)"
+    normal = normalized(version)
+    if normal is None:
+        return f"{version} (not a PEP 440 version)"
+    return version if normal == version else f"{version} (normalised: {normal})"
 
 
 def is_package(path: Path) -> bool:
@@ -124,6 +164,29 @@ def find_for_python(exe: str) -> SglangTree:
         raise _not_an_interpreter(exe, f"exit code {done.returncode}: {last}")
     answer = json.loads(line[len("DYNSPEC") :])
     return _from_locations(answer, exe)
+
+
+def find(root: Path | None, python: str | None) -> SglangTree:
+    """The sglang of either option, or of the interpreter that runs dynspec where neither is given.
+
+    Raises:
+        DynspecError: none there, or two; also where both are given and mean different ones.
+    """
+    if root is None:
+        return find_for_python(python) if python is not None else find_for_current()
+    tree = find_root(root)
+    if python is None:
+        return tree
+    other = find_for_python(python)
+    if os.path.realpath(other.package) != os.path.realpath(tree.package):
+        raise DynspecError(
+            "one sglang",
+            f"{tree.package} and {other.package}",
+            f"--sglang-root {root} --python {python}",
+            "leave one of the two options away",
+            Exit.USAGE,
+        )
+    return replace(tree, version=tree.version or other.version, python=other.python)
 
 
 def _environment() -> dict[str, str]:

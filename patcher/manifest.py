@@ -6,7 +6,7 @@ The manifest is input like any other: whoever reads it checks each digest agains
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from . import __version__
@@ -19,12 +19,18 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One file: digests of the bytes before and after; ``before_sha256`` None for a file that dynspec added."""
+    """One file: digests of the bytes before and after; ``before_sha256`` None for a file that dynspec added.
+
+    ``renews_sha256``: what another dynspec had written there, while this one's bytes replace it (a killed run may leave
+    either). ``link``: where the symbolic link led that stood in the file's place.
+    """
 
     role: str
     path: str
     before_sha256: str | None
     after_sha256: str
+    renews_sha256: str | None = None
+    link: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,9 @@ class Manifest:
     entries: tuple[Entry, ...]
 
     @classmethod
-    def of(
-        cls, sglang_version: str | None, entries: Mapping[str, tuple[str, str | None, str | None]]
-    ) -> Manifest:
-        """From role -> (path, digest before, digest after)."""
-        return cls(
-            __version__,
-            sglang_version,
-            tuple(
-                Entry(role, path, before, after or "")
-                for role, (path, before, after) in sorted(entries.items())
-            ),
-        )
+    def of(cls, sglang_version: str | None, entries: Iterable[Entry]) -> Manifest:
+        """This dynspec's manifest of these entries."""
+        return cls(__version__, sglang_version, tuple(sorted(entries, key=lambda e: e.role)))
 
     def entry(self, role: str) -> Entry | None:
         """The entry of a role, if there is one."""
@@ -65,6 +62,8 @@ class Manifest:
                     "path": e.path,
                     "before_sha256": e.before_sha256,
                     "after_sha256": e.after_sha256,
+                    "renews_sha256": e.renews_sha256,
+                    "link": e.link,
                 }
                 for e in self.entries
             ],
@@ -79,11 +78,18 @@ class Manifest:
             if value["format"] != _FORMAT:
                 return None
             entries = tuple(
-                Entry(str(f["role"]), str(f["path"]), _optional(f["before_sha256"]), str(f["after_sha256"]))
+                Entry(
+                    str(f["role"]),
+                    str(f["path"]),
+                    _optional(f["before_sha256"]),
+                    str(f["after_sha256"]),
+                    _optional(f.get("renews_sha256")),
+                    _optional(f.get("link")),
+                )
                 for f in value["files"]
             )
             return cls(str(value["dynspec"]), _optional(value["sglang_version"]), entries)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from . import __version__
-from .manifest import Manifest
+from .manifest import Entry, Manifest
 from .outcomes import FileResult, Outcome
 from .transforms import TRANSFORMS
-from .transforms.base import Already, Drift, Edited, NotNeeded
+from .transforms.base import Already, Drift, Edited, NotNeeded, Transform
 
 SWITCH_ROLE = "spec_switch"
 SWITCH_PATH = "srt/speculative/dynspec_switch.py"
@@ -32,6 +32,7 @@ class State(Enum):
     OUTDATED = "outdated"  # the bytes are what another dynspec wrote, and its original is at hand
     NOT_NEEDED = "not_needed"
     FOREIGN = "foreign"
+    REMNANT = "remnant"  # part of the patch is there, and nothing says how it came about
     DRIFT = "drift"
     MISSING = "missing"
 
@@ -47,16 +48,23 @@ class Found:
     original: bytes | None
     patched: bytes | None
     detail: str = ""
+    entry: Entry | None = None
+    link: str | None = None
 
 
 @dataclass(frozen=True)
 class Write:
-    """One change of the tree. ``new`` None removes the file; ``old`` is what has to be there at that moment."""
+    """One change of the tree. ``new`` None removes the file; ``old`` is what has to be there at that moment.
+
+    ``old_link``, ``new_link``: where the file is a symbolic link before or after, and leads there.
+    """
 
     role: str
     path: str
     old: bytes | None
     new: bytes | None
+    old_link: str | None = None
+    new_link: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ def inspect(
     switch: bytes,
     manifest: Manifest | None,
     originals: Mapping[str, bytes],
+    links: Mapping[str, str] | None = None,
 ) -> tuple[Found, ...]:
     """Say what each file is.
 
@@ -100,23 +109,36 @@ def inspect(
         files: role -> (path, bytes or None when the file is not there), without the switch's module.
         switch: the bytes that the vendored module ought to have; ``files[SWITCH_ROLE]`` holds what is there.
         manifest, originals: what an earlier run left; input, never trusted: every use is checked by digest.
+        links: role -> target, for the files that are symbolic links.
     """
     found = []
     for role, (path, current) in files.items():
+        entry = manifest.entry(role) if manifest else None
         if role == SWITCH_ROLE:
-            found.append(_inspect_switch(path, current, switch, manifest))
+            one = _inspect_switch(path, current, switch, entry)
         else:
-            found.append(_inspect_file(role, path, current, manifest, originals.get(role)))
+            one = _inspect_file(role, path, current, entry, originals.get(role))
+        found.append(replace(one, entry=entry, link=(links or {}).get(role)))
     return tuple(found)
 
 
-def _inspect_switch(path: str, current: bytes | None, switch: bytes, manifest: Manifest | None) -> Found:
+def _wrote(entry: Entry | None, data: bytes) -> bool:
+    """Whether an entry names these bytes as written by dynspec, this one or the one whose patch it was renewing."""
+    return entry is not None and sha256(data) in (entry.after_sha256, entry.renews_sha256)
+
+
+def _only_added_to(original: bytes, current: bytes) -> bool:
+    """Whether ``current`` is ``original`` with lines put in: going back then loses nothing but those."""
+    lines = iter(current.splitlines(keepends=True))
+    return all(line in lines for line in original.splitlines(keepends=True))
+
+
+def _inspect_switch(path: str, current: bytes | None, switch: bytes, entry: Entry | None) -> Found:
     if current is None:
         return Found(SWITCH_ROLE, path, State.PRISTINE, None, None, switch)
     if current == switch:
         return Found(SWITCH_ROLE, path, State.OURS, current, None, switch)
-    entry = manifest.entry(SWITCH_ROLE) if manifest else None
-    if entry is not None and entry.after_sha256 == sha256(current):
+    if _wrote(entry, current):
         return Found(
             SWITCH_ROLE, path, State.OUTDATED, current, None, switch, "written by another dynspec version"
         )
@@ -132,20 +154,17 @@ def _inspect_switch(path: str, current: bytes | None, switch: bytes, manifest: M
 
 
 def _inspect_file(
-    role: str, path: str, current: bytes | None, manifest: Manifest | None, original: bytes | None
+    role: str, path: str, current: bytes | None, entry: Entry | None, original: bytes | None
 ) -> Found:
     transform = TRANSFORMS[role]
     if current is None:
         return Found(role, path, State.MISSING, None, None, None, "this sglang has no such file")
     stripped = transform.strip(current)
-    if stripped is not None:
-        again = transform.apply(stripped)
-        if isinstance(again, Edited) and again.new == current:
-            entry = manifest.entry(role) if manifest else None
-            if entry is not None and entry.after_sha256 != sha256(current):
-                detail = "changed by somebody else after dynspec wrote it, outside dynspec's own lines"
-                return Found(role, path, State.FOREIGN, current, stripped, None, detail)
-            return Found(role, path, State.OURS, current, stripped, current)
+    if stripped is not None and transform.makes(stripped, current):
+        if entry is not None and not _wrote(entry, current):
+            detail = "changed by somebody else after dynspec wrote it, outside dynspec's own lines"
+            return Found(role, path, State.FOREIGN, current, stripped, None, detail)
+        return Found(role, path, State.OURS, current, stripped, current)
     if not transform.traces(current):
         result = transform.apply(current)
         if isinstance(result, Edited):
@@ -153,16 +172,11 @@ def _inspect_file(
         if isinstance(result, NotNeeded):
             return Found(role, path, State.NOT_NEEDED, current, current, None, result.why)
         return Found(role, path, State.DRIFT, current, None, None, _explain(result))
-    entry = manifest.entry(role) if manifest else None
     if entry is not None and original is not None and entry.before_sha256 == sha256(original):
-        again = transform.apply(original)
-        if (
-            entry.after_sha256 == sha256(current)
-            and isinstance(again, Edited)
-            and not transform.traces(original)
-        ):
+        renewed = _renewed(transform, original, current) if _wrote(entry, current) else None
+        if renewed is not None:
             return Found(
-                role, path, State.OUTDATED, current, original, again.new, "written by another dynspec version"
+                role, path, State.OUTDATED, current, original, renewed, "written by another dynspec version"
             )
         return Found(
             role,
@@ -183,12 +197,20 @@ def _inspect_file(
     return Found(
         role,
         path,
-        State.DRIFT,
+        State.REMNANT,
         current,
         None,
         None,
         "has parts of dynspec's patch but not all of it: " + _explain(result),
     )
+
+
+def _renewed(transform: Transform, original: bytes, current: bytes) -> bytes | None:
+    """What this dynspec makes of the original of another one's patch; None where that would lose more than its lines."""
+    if transform.traces(original) or not _only_added_to(original, current):
+        return None
+    again = transform.apply(original)
+    return again.new if isinstance(again, Edited) else None
 
 
 def _explain(result: object) -> str:
@@ -207,12 +229,17 @@ def _result(found: Found, outcome: Outcome, after: bytes | None, detail: str = "
     )
 
 
-_BLOCKING = {State.DRIFT: Outcome.DRIFT, State.FOREIGN: Outcome.FOREIGN, State.MISSING: Outcome.UNSUPPORTED}
+_BLOCKING = {
+    State.DRIFT: Outcome.DRIFT,
+    State.REMNANT: Outcome.DRIFT,
+    State.FOREIGN: Outcome.FOREIGN,
+    State.MISSING: Outcome.UNSUPPORTED,
+}
 
 
 def _blocked(found: Sequence[Found]) -> Outcome | None:
     states = {f.state for f in found}
-    for state in (State.DRIFT, State.MISSING, State.FOREIGN):
+    for state in (State.DRIFT, State.REMNANT, State.MISSING, State.FOREIGN):
         if state in states:
             return _BLOCKING[state]
     return None
@@ -222,7 +249,9 @@ def plan_patch(found: Sequence[Found], only: Sequence[str], sglang_version: str 
     """Plan ``patch``. ``only`` names the roles to write (the switch's module comes with any); empty means all."""
     chosen = [f for f in found if not only or f.role in only or f.role == SWITCH_ROLE]
     blocked = _blocked(chosen)
-    results, writes, entries, originals = [], [], {}, {}
+    results, writes = [], []
+    entries: list[Entry] = []
+    originals: dict[str, bytes] = {}
     for f in chosen:
         if f.state in _BLOCKING:
             results.append(_result(f, _BLOCKING[f.state], f.current))
@@ -232,12 +261,11 @@ def plan_patch(found: Sequence[Found], only: Sequence[str], sglang_version: str 
             results.append(_result(f, Outcome.ALREADY, f.current))
         else:
             results.append(_result(f, Outcome.WOULD_APPLY, f.patched))
-            writes.append(Write(f.role, f.path, f.current, f.patched))
+            writes.append(Write(f.role, f.path, f.current, f.patched, f.link))
     for f in found:
-        written = f in chosen and f.state in (State.PRISTINE, State.OUTDATED)
-        if f.state is State.OURS or written or f.state is State.OUTDATED:
-            after = f.patched if written or f.state is State.OURS else f.current
-            entries[f.role] = (f.path, sha256(f.original), sha256(after))
+        entry = _entry(f, f in chosen)
+        if entry is not None:
+            entries.append(entry)
             if f.original is not None:
                 originals[f.role] = f.original
     if blocked is not None:
@@ -253,20 +281,30 @@ def plan_patch(found: Sequence[Found], only: Sequence[str], sglang_version: str 
     return Plan(Outcome.WOULD_APPLY, tuple(results), tuple(writes), manifest, originals)
 
 
+def _entry(f: Found, chosen: bool) -> Entry | None:
+    """What the manifest says of a file once the plan is carried out."""
+    link = f.link if f.state is State.PRISTINE else f.entry.link if f.entry else None
+    before, now, after = sha256(f.original), sha256(f.current) or "", sha256(f.patched) or ""
+    if f.state is State.OURS or (chosen and f.state is State.PRISTINE):
+        return Entry(f.role, f.path, before, after, None, link)
+    if f.state is State.OUTDATED:
+        return Entry(f.role, f.path, before, after if chosen else now, now if chosen else None, link)
+    return f.entry if f.state is State.FOREIGN else None
+
+
 def plan_revert(found: Sequence[Found]) -> Plan:
     """Plan ``revert``: the original bytes back everywhere, or nothing where that would lose somebody's edit."""
     results, writes = [], []
     blocked = None
     for f in found:
         ours = f.state in (State.OURS, State.OUTDATED)
-        if f.state is State.FOREIGN or (
-            f.state is State.DRIFT and f.detail.startswith("has parts of dynspec")
-        ):
+        if f.state in (State.FOREIGN, State.REMNANT):
             blocked = Outcome.FOREIGN
             results.append(_result(f, Outcome.FOREIGN, f.current))
         elif ours:
             results.append(_result(f, Outcome.REVERTED, f.original))
-            writes.append(Write(f.role, f.path, f.current, f.original))
+            link = f.entry.link if f.entry else None
+            writes.append(Write(f.role, f.path, f.current, f.original, f.link, link))
         else:
             results.append(_result(f, Outcome.NOT_NEEDED, f.current, f.detail or "not patched"))
     if blocked is not None:
@@ -291,6 +329,7 @@ _STATUS = {
     State.OUTDATED: Outcome.FOREIGN,
     State.NOT_NEEDED: Outcome.NOT_NEEDED,
     State.FOREIGN: Outcome.FOREIGN,
+    State.REMNANT: Outcome.DRIFT,
     State.DRIFT: Outcome.DRIFT,
     State.MISSING: Outcome.UNSUPPORTED,
 }

@@ -3,11 +3,14 @@
 
     python scripts/bench_patch.py [RUNS]
 
-Prints the median, least and most of RUNS (default 7) runs, and the shares of one patch: import, parse and edit, write.
+Prints the median, least and most of RUNS (default 7) runs, wall clock and processor time, and where the time of one
+patch goes: import, parse, edit, check (compiling, stripping, comparing) and write. Other work on the machine shows as
+wall clock above processor time.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -16,31 +19,59 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 SHARES = """
-import time; t = time.perf_counter()
-import gc; gc.disable()
-import libcst, libcst.matchers
-from pathlib import Path
-from patcher import engine, locate
-imported = time.perf_counter() - t
-tree = locate.find_root(Path({root!r}))
-t = time.perf_counter(); engine.patch(tree, dry_run=True); planned = time.perf_counter() - t
-t = time.perf_counter(); engine.patch(tree); both = time.perf_counter() - t
-print(f"import {{imported:.2f}} s, read, parse and edit {{planned:.2f}} s, write {{both - planned:.2f}} s")
+import gc, sys, time
+start = time.perf_counter()
+gc.disable()
+from patcher import cli, commit, engine, locate, plan, targets
+from patcher.transforms import TRANSFORMS, base
+import libcst
+shares = {"import": time.perf_counter() - start}
+
+def timed(owner, name, share):
+    real = getattr(owner, name)
+    def call(*args, **kwargs):
+        began = time.perf_counter()
+        try:
+            return real(*args, **kwargs)
+        finally:
+            shares[share] = shares.get(share, 0.0) + time.perf_counter() - began
+    setattr(owner, name, call)
+
+timed(base, "parse", "parse")
+timed(base, "_does_not_compile", "compile the result")
+for transform in TRANSFORMS.values():
+    timed(transform, "edit", "edit")
+timed(libcst.Module, "_codegen_impl", "generate code")
+timed(commit, "commit", "write")
+tree = locate.find_root(__import__("pathlib").Path(sys.argv[1]))
+engine.patch(tree)
+shares["all else"] = time.perf_counter() - start - sum(shares.values())
+total = sum(shares.values())
+for name, seconds in shares.items():
+    print(f"  {name:20} {seconds:6.3f} s  {seconds / total:4.0%}")
 """
 
 
-def timed(command: list[str]) -> float:
-    start = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    return time.perf_counter() - start
+def timed(command: list[str], code: int = 0) -> tuple[float, float]:
+    """Wall clock and processor seconds of a command that ends with ``code``."""
+    before, start = os.times(), time.perf_counter()
+    done = subprocess.run(command, capture_output=True, cwd=ROOT)
+    wall, after = time.perf_counter() - start, os.times()
+    if done.returncode != code:
+        raise SystemExit(f"{command}: exit code {done.returncode}\n{done.stderr.decode()}")
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    return wall, spent
 
 
-def row(name: str, times: list[float]) -> None:
+def row(name: str, times: list[tuple[float, float]]) -> None:
+    wall = [w for w, _ in times]
     print(
-        f"{name:34} median {statistics.median(times):5.2f} s   least {min(times):5.2f}   most {max(times):5.2f}"
+        f"{name:32} median {statistics.median(wall):5.2f} s   least {min(wall):5.2f}   most {max(wall):5.2f}"
+        f"   processor {statistics.median(p for _, p in times):5.2f} s"
     )
 
 
@@ -55,26 +86,16 @@ def main(runs: int) -> None:
         shutil.copytree(source, site)
         root = ["--sglang-root", str(site)]
         row("dynspec --help", [timed([*dynspec, "--help"]) for _ in range(runs)])
-        patches = []
+        patches, checks, reverts = [], [], []
         for _ in range(runs):
             patches.append(timed([*dynspec, "patch", *root]))
-            timed([*dynspec, "revert", *root])
-        row("dynspec patch (0.5.12)", patches)
-        timed([*dynspec, "patch", *root])
-        row(
-            "dynspec patch --check, patched",
-            [timed([*dynspec, "patch", "--check", *root]) for _ in range(runs)],
-        )
-        timed([*dynspec, "revert", *root])
-        print(
-            subprocess.run(
-                [sys.executable, "-c", SHARES.format(root=str(site))],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout,
-            end="",
-        )
+            checks.append(timed([*dynspec, "patch", "--check", *root]))
+            reverts.append(timed([*dynspec, "revert", *root]))
+        row("dynspec patch", patches)
+        row("dynspec patch --check, patched", checks)
+        row("dynspec revert", reverts)
+        print("one patch:")
+        subprocess.run([sys.executable, "-c", SHARES, str(site)], check=True, cwd=ROOT)
 
 
 if __name__ == "__main__":

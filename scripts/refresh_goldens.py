@@ -1,13 +1,20 @@
 #!/usr/bin/env python3
-"""Write tests/fixtures/golden/ anew: zero-context diffs of dynspec's own lines, for each pinned release.
+"""Write anew what is derived from the pinned releases: tests/fixtures/golden/ (zero-context diffs of dynspec's own
+lines) and patcher/transforms/proven.py (digests before and after).
 
 python scripts/refresh_goldens.py [--check]      # --check writes nothing and exits 1 if one differs
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -19,9 +26,29 @@ from patcher.targets import load  # noqa: E402
 from patcher.transforms import TRANSFORMS  # noqa: E402
 from patcher.transforms.base import Edited  # noqa: E402
 
+PROVEN = ROOT / "patcher" / "transforms" / "proven.py"
+HEAD = '''"""Digests of the pinned releases' files, before and after; written by scripts/refresh_goldens.py.
+
+role -> sha256 of the original -> sha256 of what the transform makes of it.
+"""
+
+PROVEN: dict[str, dict[str, str]] = {
+'''
+
+
+def proven_text(pairs: dict[str, dict[str, str]]) -> str:
+    """The text of proven.py."""
+    text = HEAD
+    for role, digests in pairs.items():
+        text += f'    "{role}": {{\n'
+        text += "".join(f'        "{before}": "{after}",\n' for before, after in digests.items())
+        text += "    },\n"
+    return text + "}\n"
+
 
 def main(check: bool) -> int:
     targets, differs = load(), False
+    pairs: dict[str, dict[str, str]] = {role: {} for role in PATHS}
     for version in targets.releases:
         tree = pins.unpack(version, targets, lambda text: print(text, file=sys.stderr))
         for role, path in PATHS.items():
@@ -30,6 +57,7 @@ def main(check: bool) -> int:
             if not isinstance(result, Edited):
                 print(f"{version} {role}: {result}")
                 return 3
+            pairs[role][sha256(source)] = sha256(result.new)
             golden, diff = GOLDEN / version / f"{role}.diff", zero_context_diff(role, source, result.new)
             if not golden.exists() or golden.read_text() != diff:
                 differs = True
@@ -37,6 +65,11 @@ def main(check: bool) -> int:
                 if not check:
                     golden.parent.mkdir(parents=True, exist_ok=True)
                     golden.write_text(diff)
+    if PROVEN.read_text() != proven_text(pairs):
+        differs = True
+        print(f"{PROVEN.name}: {'differs' if check else 'written'}")
+        if not check:
+            PROVEN.write_text(proven_text(pairs))
     return int(check and differs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import pytest
 
 from patcher import pins
 from patcher.targets import Targets, load
+
+gc.set_threshold(200_000)  # as the command does: LibCST's trees are many objects and no garbage
 
 RELEASES = ("0.5.9", "0.5.12")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from patcher.errors import DynspecError
 from patcher.manifest import STATE_DIR
 from patcher.outcomes import Exit, Outcome
 from patcher.transforms import TRANSFORMS
+from patcher.transforms.base import Block
 
 RELEASES = ("0.5.9", "0.5.12")
 ROLE_PATHS = {
@@ -313,7 +315,188 @@ def test_stale_bytecode_is_removed(release_tree: Release) -> None:
     assert other.exists()
 
 
+@pytest.mark.parametrize("relative", [True, False], ids=["relative", "absolute"])
+def test_a_symbolic_link_is_replaced_and_put_back(
+    relative: bool, release_tree: Release, tmp_path: Path
+) -> None:
+    site = release_tree("0.5.9")
+    file = site / "sglang" / ROLE_PATHS["eagle_worker"]
+    store = tmp_path / "store.py"
+    os.rename(file, store)
+    file.symlink_to(os.path.relpath(store, file.parent) if relative else store)
+    data, target = store.read_bytes(), os.readlink(file)
+    result = engine.patch(tree_of(site)).result
+    assert any("symbolic link" in note and str(store) in note for note in result.notes)
+    assert not file.is_symlink()
+    assert store.read_bytes() == data
+    assert engine.patch(tree_of(site)).result.outcome is Outcome.ALREADY
+    assert engine.revert(tree_of(site)).outcome is Outcome.REVERTED
+    assert os.readlink(file) == target
+    assert file.read_bytes() == store.read_bytes() == data
+
+    with failing("replace", 7, OSError(errno.EIO, "x")), pytest.raises(DynspecError):
+        engine.patch(tree_of(site))
+    assert os.readlink(file) == target
+
+    engine.patch(tree_of(site))
+    store.write_bytes(b"other")  # the link no longer leads to the original: a file then
+    engine.revert(tree_of(site))
+    assert not file.is_symlink()
+    assert file.read_bytes() == data
+
+
+def test_an_older_dynspecs_orphan_goes_with_revert(
+    release_tree: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install -U` replaces sglang's files and leaves ours: the module and the state."""
+    old, new = release_tree("0.5.9"), release_tree("0.5.12")
+    fresh = snapshot(new)
+    monkeypatch.setattr("patcher.plan.__version__", "0.0.9")
+    engine.patch(tree_of(old))
+    monkeypatch.undo()
+    shutil.copy(old / "sglang" / SWITCH, new / "sglang" / SWITCH)
+    shutil.copytree(old / "sglang" / STATE_DIR, new / "sglang" / STATE_DIR)
+    found = engine.status(tree_of(new))
+    assert any("left behind" in note for note in found.notes)
+    assert any("0.5.9" in note and "0.5.12" in note for note in found.notes)
+    assert (
+        found.detail.startswith("patched by another dynspec version") or found.outcome is not Outcome.FOREIGN
+    )
+    assert engine.revert(tree_of(new)).outcome is Outcome.REVERTED
+    assert snapshot(new) == fresh
+
+
+def test_part_of_the_set_keeps_what_is_known_of_a_foreign_file(release_tree: Release) -> None:
+    site = release_tree("0.5.9")
+    engine.patch(tree_of(site))
+    file = site / "sglang" / ROLE_PATHS["eagle_worker"]
+    ours = file.read_bytes()
+    file.write_bytes(ours + b"# theirs\n")
+    server_args = site / "sglang" / ROLE_PATHS["server_args"]
+    server_args.write_bytes((site / "sglang" / STATE_DIR / "originals" / "server_args").read_bytes())
+    assert engine.patch(tree_of(site), only=["server_args"]).result.outcome is Outcome.APPLIED
+    assert outcomes(engine.status(tree_of(site)))["eagle_worker"] == "foreign"
+    file.write_bytes(ours)
+    assert engine.status(tree_of(site)).outcome is Outcome.ALREADY
+
+
+def _older(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patch as an older dynspec: another version, and other lines in the workers."""
+    from patcher.transforms.worker import WorkerTransform
+
+    step = WorkerTransform._step
+
+    def other(self: WorkerTransform) -> Block:
+        return Block(2, step(self).text.replace(".skips(", ".skipping("))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("patcher.plan.__version__", "0.0.9")
+        patched.setattr(WorkerTransform, "_step", other)
+        for transform in TRANSFORMS.values():  # nothing remembered of the other lines
+            patched.setattr(transform, "apply", functools.partial(type(transform).apply, transform))
+        assert engine.patch(tree_of(site)).result.outcome is Outcome.APPLIED
+
+
+def test_an_older_dynspecs_lines_are_renewed(release_tree: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = release_tree("0.5.9")
+    before = snapshot(site)
+    _older(site, monkeypatch)
+    found = engine.status(tree_of(site))
+    assert found.detail.startswith("patched by another dynspec version; `dynspec patch")
+    assert {f["outcome"] for f in _asdicts(engine.patch(tree_of(site)).result)} == {"applied", "already"}
+    assert engine.status(tree_of(site)).outcome is Outcome.ALREADY
+    engine.revert(tree_of(site))
+    assert snapshot(site) == before
+    _older(site, monkeypatch)
+    assert engine.revert(tree_of(site)).outcome is Outcome.REVERTED
+    assert snapshot(site) == before
+
+
+def _asdicts(result: engine.SetResult) -> list[dict[str, str]]:
+    return [{"role": f.role, "outcome": f.outcome.value} for f in result.files]
+
+
+def test_a_forged_manifest_does_not_undo_somebodys_work(
+    release_tree: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Original and digests in .dynspec agree, but going back would lose more lines than dynspec ever puts in."""
+    site = release_tree("0.5.9")
+    _older(site, monkeypatch)
+    state = site / "sglang" / STATE_DIR
+    original = state / "originals" / "eagle_worker"
+    forged = original.read_bytes().replace(b"logger = ", b"# forged\nlogger = ", 1)
+    original.write_bytes(forged)
+    manifest = json.loads((state / "manifest.json").read_text())
+    entry = next(f for f in manifest["files"] if f["role"] == "eagle_worker")
+    entry["before_sha256"] = hashlib.sha256(forged).hexdigest()
+    (state / "manifest.json").write_text(json.dumps(manifest))
+    before = snapshot(site)
+    for result in (engine.patch(tree_of(site)).result, engine.revert(tree_of(site))):
+        assert (result.outcome, result.exit_code) == (Outcome.FOREIGN, Exit.DRIFT)
+    assert snapshot(site) == before
+
+
 # ------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("then", ["patch", "revert"])
+def test_killed_while_renewing(
+    then: str, release_tree: Release, remembered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = release_tree("0.5.9")
+    pristine = snapshot(site)
+    engine.patch(tree_of(site))
+    patched = snapshot(site)
+    engine.revert(tree_of(site))
+    files = {f"sglang/{p}" for p in (*ROLE_PATHS.values(), SWITCH)}
+    for at in range(1, 12):
+        _older(site, monkeypatch)
+        pid = os.fork()
+        if pid == 0:
+            _die_at_rename(at)
+            engine.patch(tree_of(site))
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        engine.patch(tree_of(site)) if then == "patch" else engine.revert(tree_of(site))
+        now = snapshot(site)
+        if then == "patch":
+            assert {n: now[n] for n in files} == {n: patched[n] for n in files}, at
+        engine.revert(tree_of(site))
+        assert snapshot(site) == pristine, at
+        if os.waitstatus_to_exitcode(status) == 0:
+            break
+    else:
+        pytest.fail("never ran to the end")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_lock_that_can_not_be_opened(kind: str, release_tree: Release, tmp_path: Path) -> None:
+    site, temporary = release_tree("0.5.9"), tmp_path / "tmp"
+    temporary.mkdir()
+    key = hashlib.sha256(os.fsencode(os.path.realpath(site / "sglang"))).hexdigest()[:24]
+    lock = temporary / f"dynspec-{key}.lock"
+    lock.mkdir() if kind == "folder" else lock.symlink_to(tmp_path / "elsewhere")
+    before = snapshot(site)
+    run = subprocess.run(
+        [sys.executable, "-m", "patcher", "patch", "--sglang-root", str(site)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    assert run.returncode == 4
+    assert str(lock) in run.stderr
+    assert "Traceback" not in run.stderr
+    assert snapshot(site) == before
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_tree_that_is_busy(release_tree: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = release_tree("0.5.9")
+    monkeypatch.setattr(commit, "_LOCK_WAIT_S", 0.2)
+    with commit.locked(tree_of(site).package), pytest.raises(DynspecError, match="another dynspec") as caught:
+        engine.patch(tree_of(site))
+    assert caught.value.exit_code is Exit.ENVIRONMENT
+    assert engine.status(tree_of(site)).outcome is Outcome.WOULD_APPLY
 
 
 @pytest.fixture
@@ -369,8 +552,6 @@ def test_each_failing_system_call_rolls_back(
             except DynspecError:
                 tried += 1
                 assert snapshot(site) == before, (call, at)
-            except OSError:  # the lock, before anything
-                assert seen[0] == 1
             else:
                 if seen[0] < at:
                     break

@@ -102,6 +102,9 @@ def undone_kv(call: str, pool: str) -> str:
 EXTEND_V1 = "returned = worker.forward_draft_extend_after_decode(batch)"
 EXTEND_V2 = "draft_worker._draft_extend_for_decode(batch, result)"
 DECIDE = "skip = running >= self.threshold"
+# The draft extend runs and writes its KV, but what it hands to the next step is made up; the shapes are right.
+STUB = "_d.hidden_states = _d.hidden_states * 0; _d.topk_index = _d.topk_index * 0"
+LENGTHS = "result.accept_lens = result.accept_lens + (self.skipped_steps == 3)"
 ALLOCATE = "batch.out_cache_loc = _sglang().alloc_for_decode(batch, token_per_req=1)"
 LEAK = "worker.token_to_kv_pool_allocator.alloc(1) if self.skipped_steps == 2 else None"
 
@@ -109,12 +112,15 @@ SABOTAGES = [
     ("never skips", DECIDE, "skip = False", "was not skipped", (V1, V2)),
     ("always skips", DECIDE, "skip = True", "it did not speculate", (V1, V2)),
     ("off by one", DECIDE, "skip = running > self.threshold", "was not skipped", (V1, V2)),
-    ("draft state not kept", EXTEND_V1, undone_kv(EXTEND_V1, "worker.draft_model_runner.token_to_kv_pool"), "not kept in step", (V1,)),
-    ("draft state not kept", EXTEND_V2, undone_kv(EXTEND_V2, "draft_worker.draft_runner.token_to_kv_pool"), "not kept in step", (V2,)),
+    ("draft state not kept", EXTEND_V1, undone_kv(EXTEND_V1, "worker.draft_model_runner.token_to_kv_pool"), "KV cache was not kept in step", (V1,)),
+    ("draft state not kept", EXTEND_V2, undone_kv(EXTEND_V2, "draft_worker.draft_runner.token_to_kv_pool"), "KV cache was not kept in step", (V2,)),
+    ("draft state made up", "return draft if returned is None else returned", f"_d = draft if returned is None else returned; {STUB}; return _d", "state was not kept in step", (V1,)),
+    ("draft state made up", EXTEND_V2, f"{EXTEND_V2}; _d = result.next_draft_input; {STUB}", "state was not kept in step", (V2,)),
+    ("lengths wrong", "self._draft_extend(batch, result)", f"self._draft_extend(batch, result); {LENGTHS}", "advanced by", (V2,)),
     ("output dropped", "req.output_ids.append(token)", "self.skipped_steps == 3 or req.output_ids.append(token)", "advanced by", (V1,)),
     ("output wrong", "next_token_ids=tokens,\n            can_run_cuda_graph=graph,\n            next_draft_input", "next_token_ids=tokens if self.skipped_steps != 3 else tokens * 0,\n            can_run_cuda_graph=graph,\n            next_draft_input", "differs from the run without speculation", (V2,)),
-    ("slot lost", ALLOCATE, f"{ALLOCATE}; worker = self.worker; {LEAK}", "memory leak detected", (V1,)),
-    ("slot lost", "worker = self.worker\n        bs = len(batch.seq_lens)\n        before", f"worker = self.worker; {LEAK}\n        bs = len(batch.seq_lens)\n        before", "memory leak detected", (V2,)),
+    ("slot lost", ALLOCATE, f"{ALLOCATE}; worker = self.worker; {LEAK}", "slots were lost", (V1,)),
+    ("slot lost", "worker = self.worker\n        bs = len(batch.seq_lens)\n        before", f"worker = self.worker; {LEAK}\n        bs = len(batch.seq_lens)\n        before", "slots were lost", (V2,)),
 ]  # fmt: skip
 
 
@@ -143,4 +149,5 @@ def test_every_sabotage_of_the_switch_fails(
     assert (result.verdict, result.exit_code) == (Verdict.BROKEN, Exit.NOT_AS_ASKED)
     assert result.selected is not None
     assert result.selected.class_name == worker
+    assert result.level is Level.EXERCISE
     assert said in result.detail

@@ -181,6 +181,33 @@ def test_a_real_release(version: str, release_tree: Callable[[str], Path]) -> No
     assert locate.find_root(site).version == version  # from its version file
 
 
+@pytest.mark.parametrize(
+    ("raw", "normal"),
+    [
+        ("0.5.12", "0.5.12"),
+        ("v0.5.12", "0.5.12"),
+        ("0.5.9.post1+CU12.6-x", "0.5.9.post1+cu12.6.x"),
+        ("0.5.9-1", "0.5.9.post1"),
+        ("0.6.0RC1", "0.6.0rc1"),
+        ("0.6.0-alpha.02.dev", "0.6.0a2.dev0"),
+        ("1!00.06", "1!0.6"),
+        ("0.0.0.dev1+g1234567.d20260101", "0.0.0.dev1+g1234567.d20260101"),
+        ("main", None),
+        ("", None),
+    ],
+)
+def test_normalised_versions(raw: str, normal: str | None) -> None:
+    assert locate.normalized(raw) == normal
+    assert raw in locate.shown(raw)
+    assert normal is None or normal in locate.shown(raw)
+
+
+def test_normalised_as_packaging_does() -> None:
+    packaging = pytest.importorskip("packaging.version")
+    for raw in ("1.0-rev", "1.0r2", "1.0c1", "1.0_preview_3", "1.0.post.2.dev_4", "2!1.0.0+Ab_07.c"):
+        assert locate.normalized(raw) == str(packaging.Version(raw))
+
+
 # --python
 
 

@@ -116,11 +116,9 @@ def test_real_sources_give_the_golden(version: str, role: str, release_dir: Call
 @pytest.mark.parametrize(("role", "source"), [("server_args", SERVER_ARGS), ("eagle_worker", WORKER)])
 @pytest.mark.parametrize("unit", ["    ", "\t", "  "])
 def test_small_sources_in_other_indentations(role: str, source: str, unit: str) -> None:
-    result = TRANSFORMS[role].apply(source.replace("    ", unit).encode())
-    if isinstance(result, Drift):  # refusing is right too; a wrong edit is not
-        assert unit == "  "
-        return
-    check_transformed(role, source.replace("    ", unit).encode())
+    new = check_transformed(role, source.replace("    ", unit).encode()).decode()
+    own_levels = {line[: len(line) - len(line.lstrip())] for line in new.splitlines() if line.strip()}
+    assert own_levels <= {unit * level for level in range(6)}
 
 
 def test_the_parts_stand_where_they_belong() -> None:
@@ -174,6 +172,38 @@ NEAR_MISSES: list[tuple[str, str, Callable[[str], str]]] = [
     ("handler called twice", "server_args", lambda s: s.replace("        self._handle_speculative_decoding()\n", 2 * "        self._handle_speculative_decoding()\n")),
     ("not a static method", "server_args", sub("    @staticmethod\n", "    @classmethod\n")),
     ("post-init returns", "server_args", sub("        self._handle_other_validations()", "        return")),
+    ("class rebound", "eagle_worker", lambda s: s + "\nEAGLEWorker = object\n"),
+    ("class rebound by an import", "eagle_worker", lambda s: s + "\nfrom other import EAGLEWorker\n"),
+    ("class decorated", "eagle_worker", sub("class EAGLEWorker", "@replace\nclass EAGLEWorker")),
+    ("method redefined in a loop", "eagle_worker", lambda s: s + "\n    for _ in (1,):\n        def forward_batch_generation(self, batch):\n            pass\n"),
+    ("method rebound under a condition", "eagle_worker", lambda s: s + "\n    if logger:\n        forward_batch_generation = None\n"),
+    ("method rebound in a tuple", "eagle_worker", lambda s: s + "\n    forward_batch_generation, x = 1, 2\n"),
+    ("method rebound by an import", "eagle_worker", lambda s: s + "\n    from other import forward_batch_generation\n"),
+    ("method deleted", "eagle_worker", lambda s: s + "\n    del forward_batch_generation\n"),
+    ("method overwritten from outside", "eagle_worker", lambda s: s + "\nEAGLEWorker.forward_batch_generation = print\n"),
+    ("method overwritten by setattr", "eagle_worker", lambda s: s + "\nsetattr(EAGLEWorker, 'forward_batch_generation', print)\n"),
+    ("method overwritten in the instance", "eagle_worker", sub("        # a last comment", "        self.forward_batch_generation = print")),
+    ("method is a generator", "eagle_worker", sub("return 2", "yield 2")),
+    ("method moved to another class", "eagle_worker", sub("    def forward_batch", "\nclass Other:\n    def forward_batch")),
+    ("constructor returns early", "eagle_worker", sub("        # a last comment", "        if server_args:\n            return\n        self.x = 1")),
+    ("constructor returns in each branch", "eagle_worker", sub("        # a last comment", "        if server_args:\n            return\n        else:\n            return")),
+    ("constructor never ends", "eagle_worker", sub("        # a last comment", "        while True:\n            pass")),
+    ("constructor rebinds server_args", "eagle_worker", sub("        # a last comment", "        server_args = None")),
+    ("logger of another kind", "eagle_worker", sub("logging.getLogger(__name__)", "make()")),
+    ("logger rebound under a condition", "eagle_worker", lambda s: s + "\nif x:\n    logger = None\n"),
+    ("last import below the class", "eagle_worker", lambda s: s + "\nfrom sglang.srt.speculative.late import x\n"),
+    ("class without decorator", "server_args", sub("@dataclasses.dataclass\n", "")),
+    ("field moved to another class", "server_args", lambda s: s.replace("    speculative_num_draft_tokens: int = 4\n", "") + "\n\nclass Other:\n    speculative_num_draft_tokens: int = 4\n"),
+    ("field again under a condition", "server_args", sub("    speculative_token_map", "    if True:\n        speculative_num_draft_tokens: int = 5\n    speculative_token_map")),
+    ("field assigned again", "server_args", sub("    speculative_token_map", "    speculative_num_draft_tokens = 5\n    speculative_token_map")),
+    ("argument moved to another method", "server_args", sub("        parser.add_argument(\"--speculative-num", "        pass\n\n    @staticmethod\n    def more(parser):\n        parser.add_argument(\"--speculative-num")),
+    ("argument again under a condition", "server_args", lambda s: s + '        if True:\n            parser.add_argument("--speculative-num-draft-tokens")\n'),
+    ("argument again in a group", "server_args", lambda s: s + '        group.add_argument("--speculative-num-draft-tokens")\n'),
+    ("argument bound to a name", "server_args", sub("        parser.add_argument(\"--speculative-num", "        x = parser.add_argument(\"--speculative-num")),
+    ("handler again under a condition", "server_args", sub("        self._handle_other", "        if True:\n            self._handle_speculative_decoding()\n        self._handle_other")),
+    ("handler with an argument", "server_args", sub("_speculative_decoding()", "_speculative_decoding(1)")),
+    ("post-init raises in each branch", "server_args", sub("        self._handle_other_validations()", "        if self:\n            raise ValueError\n        else:\n            raise TypeError")),
+    ("no line end after the insertion's place", "server_args", lambda s: s.replace("        parser.add_argument(\"--speculative-token-map\")\n", "").rstrip("\n")),
     ("does not parse", "server_args", lambda s: s + "def f(:\n"),
 ]  # fmt: skip
 
@@ -185,6 +215,60 @@ def test_near_misses_are_refused(role: str, change: Callable[[str], str]) -> Non
     assert changed != source
     result = check_noop(role, changed)
     assert isinstance(result, (Drift, ParseFailed))
+
+
+@pytest.mark.parametrize("role", PATHS)
+@pytest.mark.parametrize("version", RELEASES)
+def test_real_sources_half_reverted_are_refused(
+    version: str, role: str, release_dir: Callable[[str], Path]
+) -> None:
+    transform = TRANSFORMS[role]
+    result = transform.apply(read(release_dir, version, role))
+    assert isinstance(result, Edited)
+    for block in transform.blocks():
+        ours = block.text.splitlines()
+        lines = result.new.splitlines(keepends=True)
+        (place,) = (i for i, line in enumerate(lines) if line.strip() == ours[0].encode())
+        half = b"".join(lines[:place] + lines[place + len(ours) :])
+        check_noop(role, half)
+        assert transform.strip(half) is None
+
+
+def test_drift_names_the_candidates() -> None:
+    doubled = WORKER + "\n    def forward_batch_generation(self, batch):\n        pass\n"
+    result = check_noop("eagle_worker", doubled)
+    assert isinstance(result, Drift)
+    assert result.candidates == tuple(
+        f"def forward_batch_generation in class EAGLEWorker, line {line}" for line in (13, 21)
+    )
+
+
+def test_encoding_cookie_is_kept() -> None:
+    for cookie, encoding in (("latin-1", "latin-1"), ("utf-8", "utf-8")):
+        text = f"# -*- coding: {cookie} -*-\n" + WORKER.replace("a first comment", "caf\u00e9")
+        source = text.encode(encoding)
+        for variant in (source, source.replace(b"\n", b"\r\n")):
+            result = TRANSFORMS["eagle_worker"].apply(variant)
+            assert isinstance(result, Edited), result
+            assert result.new.splitlines()[0] == variant.splitlines()[0]
+            compile(result.new, "worker", "exec")
+            assert TRANSFORMS["eagle_worker"].strip(result.new) == variant
+            assert TRANSFORMS["eagle_worker"].apply(result.new) == Already()
+    unlabelled = WORKER.replace("a first comment", "caf\u00e9").encode("latin-1")
+    assert isinstance(check_noop("eagle_worker", unlabelled), ParseFailed)
+
+
+def test_a_panic_of_the_parser_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import libcst
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(libcst, "parse_module", panic)
+    assert isinstance(check_noop("eagle_worker", WORKER), ParseFailed)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 from typing import TYPE_CHECKING
 
 from .base import (
     Block,
     DriftError,
+    Found,
     Transform,
     appended,
+    bindings,
+    candidates,
     inserted,
+    own_nodes,
     replaced,
     statements,
     the_class,
@@ -41,6 +46,7 @@ _ARGUMENT = Block(
 )
 _NEIGHBOUR = "speculative_num_draft_tokens"
 _FLAG = "--speculative-num-draft-tokens"
+_HANDLER = "_handle_speculative_decoding"
 
 
 class ServerArgsTransform(Transform):
@@ -63,80 +69,87 @@ class ServerArgsTransform(Transform):
             return "this sglang has --speculative-disable-batch-threshold itself"
         return None
 
-    def edit(self, module: cst.Module, text: str) -> cst.Module:
-        class_index, owner = the_class(module, text, "ServerArgs")
+    def edit(self, module: cst.Module, tree: ast.Module) -> cst.Module:
+        class_index, _ = the_class(module, tree, "ServerArgs", ("dataclasses.dataclass",))
         # from the end of the class to its start, so that places found first stay valid
-        index, method = the_method(module, text, owner, "add_cli_args", ("staticmethod",))
-        module = with_method(module, class_index, index, self._with_argument(module, method))
-        index, method = the_method(module, text, owner, "__post_init__")
-        self._demand_handler(method)
-        module = with_method(
-            module,
-            class_index,
-            index,
-            appended(method, statements(_VALIDATE, module), "ServerArgs.__post_init__"),
-        )
-        return self._with_field(module, class_index)
+        method = the_method(module, tree, class_index, "add_cli_args", ("staticmethod",))
+        module = with_method(module, class_index, method.index, self._with_argument(module, tree, method))
+        method = the_method(module, tree, class_index, "__post_init__")
+        self._demand_handler(tree, method)
+        changed = appended(method, statements(_VALIDATE, module), "ServerArgs.__post_init__")
+        module = with_method(module, class_index, method.index, changed)
+        return self._with_field(module, tree, class_index)
 
     @staticmethod
-    def _with_field(module: cst.Module, class_index: int) -> cst.Module:
+    def _with_field(module: cst.Module, tree: ast.Module, class_index: int) -> cst.Module:
         import libcst as cst
         from libcst import matchers as m
 
         owner = module.body[class_index]
         assert isinstance(owner, cst.ClassDef)
-        body = list(owner.body.body)
         field = m.SimpleStatementLine(body=[m.AnnAssign(target=m.Name(_NEIGHBOUR))])
-        hits = [i for i, s in enumerate(body) if m.matches(s, field)]
-        if len(hits) != 1:
+        hits = [
+            i
+            for i, s in enumerate(owner.body.body)
+            if isinstance(s, cst.SimpleStatementLine) and m.matches(s, field)
+        ]
+        (plain,) = (s for s in tree.body if isinstance(s, ast.ClassDef) and s.name == "ServerArgs")
+        bound = bindings(plain.body, _NEIGHBOUR)
+        if not len(hits) == len(bound) == 1:
             raise DriftError(
-                f"the field {_NEIGHBOUR}, once, in class ServerArgs", f"{len(hits)} such field(s)"
+                f"the annotated field {_NEIGHBOUR}, once, in class ServerArgs",
+                f"{len(hits)} such field(s), bound on line(s) {bound}",
+                candidates(tree, _NEIGHBOUR),
             )
-        new = owner.body.with_changes(body=inserted(body, hits[0] + 1, statements(_FIELD, module)))
+        new = owner.body.with_changes(body=inserted(owner.body.body, hits[0] + 1, statements(_FIELD, module)))
         return module.with_changes(body=replaced(module.body, class_index, owner.with_changes(body=new)))
 
     @staticmethod
-    def _with_argument(module: cst.Module, method: cst.FunctionDef) -> cst.FunctionDef:
+    def _with_argument(module: cst.Module, tree: ast.Module, method: Found) -> cst.FunctionDef:
         from libcst import matchers as m
 
+        flag = m.Arg(m.SimpleString(f'"{_FLAG}"') | m.SimpleString(f"'{_FLAG}'"))
         call = m.SimpleStatementLine(
             body=[
                 m.Expr(
                     m.Call(
                         func=m.Attribute(m.Name("parser"), m.Name("add_argument")),
-                        args=[
-                            m.Arg(m.SimpleString(f'"{_FLAG}"') | m.SimpleString(f"'{_FLAG}'")),
-                            m.ZeroOrMore(),
-                        ],
+                        args=[flag, m.ZeroOrMore()],
                     )
                 )
             ]
         )
-        body = list(method.body.body)
+        body = method.node.body.body
         hits = [i for i, s in enumerate(body) if m.matches(s, call)]
-        if len(hits) != 1:
+        named = [
+            n.lineno
+            for n in own_nodes(method.plain)
+            if isinstance(n, ast.Call)
+            and any(isinstance(a, ast.Constant) and a.value == _FLAG for a in n.args)
+        ]
+        if not len(hits) == len(named) == 1:
             raise DriftError(
                 f'parser.add_argument("{_FLAG}", ...), once, in ServerArgs.add_cli_args',
-                f"{len(hits)} such statement(s)",
+                f"{len(hits)} such statement(s), calls with it on line(s) {sorted(named)}",
+                candidates(tree, _FLAG),
             )
-        return method.with_changes(
-            body=method.body.with_changes(body=inserted(body, hits[0] + 1, statements(_ARGUMENT, module)))
+        return method.node.with_changes(
+            body=method.node.body.with_changes(
+                body=inserted(body, hits[0] + 1, statements(_ARGUMENT, module))
+            )
         )
 
     @staticmethod
-    def _demand_handler(method: cst.FunctionDef) -> None:
+    def _demand_handler(tree: ast.Module, method: Found) -> None:
         from libcst import matchers as m
 
-        call = m.SimpleStatementLine(
-            body=[
-                m.Expr(
-                    m.Call(func=m.Attribute(m.Name("self"), m.Name("_handle_speculative_decoding")), args=[])
-                )
-            ]
-        )
-        hits = sum(m.matches(s, call) for s in method.body.body)
-        if hits != 1:
+        target = m.Attribute(m.Name("self"), m.Name(_HANDLER))
+        call = m.SimpleStatementLine(body=[m.Expr(m.Call(func=target, args=[]))])
+        hits = sum(m.matches(s, call) for s in method.node.body.body)
+        named = [n for n in own_nodes(method.plain) if isinstance(n, ast.Attribute) and n.attr == _HANDLER]
+        if not hits == len(named) == 1:
             raise DriftError(
-                "self._handle_speculative_decoding(), once, in ServerArgs.__post_init__",
-                f"{hits} such statement(s)",
+                f"self.{_HANDLER}(), once, in ServerArgs.__post_init__",
+                f"{hits} such statement(s), named {len(named)} time(s)",
+                candidates(tree, _HANDLER),
             )
