@@ -166,7 +166,7 @@ def _inspect_file(
             return Found(role, path, State.FOREIGN, current, stripped, None, detail)
         return Found(role, path, State.OURS, current, stripped, current)
     if not transform.traces(current):
-        result = transform.apply(current)
+        result = transform.replay(current) or transform.apply(current)
         if isinstance(result, Edited):
             return Found(role, path, State.PRISTINE, current, current, result.new)
         if isinstance(result, NotNeeded):

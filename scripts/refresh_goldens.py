@@ -7,6 +7,7 @@ python scripts/refresh_goldens.py [--check]      # --check writes nothing and ex
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import sys
 from pathlib import Path
@@ -27,28 +28,34 @@ from patcher.transforms import TRANSFORMS  # noqa: E402
 from patcher.transforms.base import Edited  # noqa: E402
 
 PROVEN = ROOT / "patcher" / "transforms" / "proven.py"
-HEAD = '''"""Digests of the pinned releases' files, before and after; written by scripts/refresh_goldens.py.
+HEAD = '''"""What the transforms make of the pinned releases' files; written by scripts/refresh_goldens.py.
 
-role -> sha256 of the original -> sha256 of what the transform makes of it.
+role -> sha256 of the original -> sha256 of the result, and how many of the original's lines stand before each block.
 """
 
-PROVEN: dict[str, dict[str, str]] = {
+PROVEN: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
 '''
 
 
-def proven_text(pairs: dict[str, dict[str, str]]) -> str:
+def proven_text(pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]]) -> str:
     """The text of proven.py."""
     text = HEAD
     for role, digests in pairs.items():
         text += f'    "{role}": {{\n'
-        text += "".join(f'        "{before}": "{after}",\n' for before, after in digests.items())
+        text += "".join(f'        "{before}": (\n            "{after}",\n            {places},\n        ),\n' for before, (after, places) in digests.items())
         text += "    },\n"
     return text + "}\n"
 
 
+def places(before: bytes, after: bytes) -> tuple[int, ...]:
+    """How many of the original's lines stand before each insertion."""
+    lines = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
+    return tuple(i for tag, i, *_ in lines.get_opcodes() if tag == "insert")
+
+
 def main(check: bool) -> int:
     targets, differs = load(), False
-    pairs: dict[str, dict[str, str]] = {role: {} for role in PATHS}
+    pairs: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {role: {} for role in PATHS}
     for version in targets.releases:
         tree = pins.unpack(version, targets, lambda text: print(text, file=sys.stderr))
         for role, path in PATHS.items():
@@ -57,7 +64,7 @@ def main(check: bool) -> int:
             if not isinstance(result, Edited):
                 print(f"{version} {role}: {result}")
                 return 3
-            pairs[role][sha256(source)] = sha256(result.new)
+            pairs[role][sha256(source)] = (sha256(result.new), places(source, result.new))
             golden, diff = GOLDEN / version / f"{role}.diff", zero_context_diff(role, source, result.new)
             if not golden.exists() or golden.read_text() != diff:
                 differs = True

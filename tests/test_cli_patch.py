@@ -126,7 +126,7 @@ def test_nothing_to_export_writes_no_file(release_tree: Release, tmp_path: Path)
     assert not file.exists()
 
 
-@pytest.mark.parametrize("after", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("after", [0.1, 0.2, 0.3, 0.4, 0.6])
 def test_interrupted(after: float, release_tree: Release) -> None:
     site = release_tree("0.5.12")
     before = snapshot(site)
@@ -142,7 +142,8 @@ def test_interrupted(after: float, release_tree: Release) -> None:
     if run.returncode == 0:  # done before the signal came
         assert dynspec("status", "--sglang-root", str(site)).returncode == 0
     else:
-        assert snapshot(site) == before
+        if snapshot(site) != before:  # the signal came when all was written: then all is there
+            assert dynspec("patch", "--check", "--sglang-root", str(site)).returncode == 0
         # before main() runs, Python itself ends on the signal
         assert (run.returncode, stderr) == (130, "interrupted; nothing is left half done\n") or (
             run.returncode == -signal.SIGINT
